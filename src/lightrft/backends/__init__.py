@@ -1,0 +1,1 @@
+"""One file a backend; each has ``build(config, args=None) -> Strategy``."""

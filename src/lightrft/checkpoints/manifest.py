@@ -1,0 +1,186 @@
+"""``manifest.json``: what a checkpoint is, and how to tell whether it is whole. Plain Python, no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+from attrs import asdict, field, frozen
+
+from lightrft.errors import CheckpointError
+
+FORMAT = "lightrft-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_LONGEST_TAG = 180
+_LIBRARIES = ("lightrft", "torch", "numpy", "safetensors", "transformers")
+
+
+@frozen
+class FileEntry:
+    """A file of a checkpoint: its size in bytes and the SHA-256 of its content in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+@frozen(kw_only=True)
+class Manifest:
+    """What ``manifest.json`` says about a checkpoint."""
+
+    tag: str
+    backend: str
+    world_size: int
+    step: int
+    committed_at: int
+    """Position among the commits to this directory. Neither clocks nor names order checkpoints (FC07, FC08, FC25)."""
+    saved_on: str
+    """Date and time in UTC, for people only."""
+    files: Mapping[str, FileEntry]
+    """By path inside the checkpoint, with ``/``."""
+    versions: Mapping[str, str]
+    extra: Mapping[str, object] = field(factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all listed files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+def checked_tag(tag: str) -> str:
+    """``tag`` if it can name a directory inside any ``save_dir``, else ``CheckpointError`` (laws K9, FC31)."""
+    problem = tag_problem(tag)
+    if problem:
+        raise CheckpointError(
+            f"checkpoint tag {tag!r} {problem}. Use a plain name such as 'step100': letters, digits, '-', '_', '.'."
+        )
+    return tag
+
+
+def tag_problem(tag: object) -> str | None:
+    if not isinstance(tag, str):
+        return f"is of type {type(tag).__name__}, not a string"
+    if not tag or tag.isspace() or tag != tag.strip():
+        return "is empty or has spaces around it"
+    if any(character in "/\\" for character in tag):
+        return "has a path separator and could leave the directory"
+    if tag.startswith("."):
+        return "starts with a dot"
+    if not tag.isprintable():
+        return "has characters that cannot be printed"
+    if len(tag.encode("utf-8", "surrogatepass")) > _LONGEST_TAG:
+        return f"is longer than {_LONGEST_TAG} bytes"
+    if tag == LATEST:
+        return "is the name of the file that holds the latest tag"
+    return None
+
+
+def flushed_entries(directory: Path) -> dict[str, FileEntry]:
+    """Size and SHA-256 of every file below ``directory``, after all of it is on the disk."""
+    entries = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            flush(path)
+        else:
+            flush(path)
+            entries[path.relative_to(directory).as_posix()] = FileEntry(path.stat().st_size, _sha256(path))
+    return entries
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    body: dict[str, object] = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
+    body["checksum"] = _digest(json.loads(json.dumps(body)))
+    (directory / MANIFEST).write_text(json.dumps(body, indent=2), encoding="utf-8")
+    flush(directory / MANIFEST)
+    flush(directory)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for library in _LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found[library] = metadata.version(library)
+    return found
+
+
+def flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of the checkpoint directory ``path``; ``CheckpointError`` if it is missing, damaged or not ours."""
+    file = Path(path) / MANIFEST
+    try:
+        body: object = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is not the manifest of a lightrft checkpoint")
+    if body.pop("checksum", None) != _digest(body):
+        raise CheckpointError(f"{file} is damaged: its checksum does not match")
+    if body.pop("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file} has another format version than {FORMAT_VERSION}. Load it with a newer lightrft."
+        )
+    del body["format"]
+    try:
+        manifest = Manifest(**{**body, "files": {name: FileEntry(**entry) for name, entry in body["files"].items()}})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} is not a valid manifest: {error}") from error
+    _check_manifest(file, manifest)
+    return manifest
+
+
+def damage(path: Path, *, verify: bool = True) -> tuple[str, ...]:
+    """What is wrong with the checkpoint at ``path``: nothing, if it is whole."""
+    if not path.is_dir():
+        return (f"{path} does not exist",)
+    try:
+        files = read_manifest(path).files
+    except CheckpointError as error:
+        return (str(error),)
+    problems = []
+    for name, entry in files.items():
+        file = path / name
+        try:
+            if file.is_symlink() or not file.is_file():
+                problems.append(f"{file} is missing")
+            elif (size := file.stat().st_size) != entry.size:
+                problems.append(f"{file} has {size} bytes, not {entry.size}")
+            elif verify and _sha256(file) != entry.sha256:
+                problems.append(f"{file} is damaged: its checksum does not match")
+        except OSError as error:
+            problems.append(f"{file} cannot be read: {error}")
+    return tuple(problems)
+
+
+def _check_manifest(file: Path, manifest: Manifest) -> None:
+    """A manifest may come from anybody: nothing in it may lead out of the directory."""
+    checked_tag(manifest.tag)
+    if not all(isinstance(number, int) for number in (manifest.world_size, manifest.step, manifest.committed_at)):
+        raise CheckpointError(f"{file} is not a valid manifest: world_size, step and committed_at must be integers")
+    for name in manifest.files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+            raise CheckpointError(f"{file} lists {name!r}, which is outside of the checkpoint")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,57 @@
+"""From an engine's name to a running engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from lightrft.engines.protocol import Engine
+from lightrft.errors import EngineError, UnsupportedOperation, missing
+from lightrft.ops.models import unwrap_model
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from lightrft.strategy.record import RunState
+
+ENGINES = ("hf", "scripted", "vllm", "sglang")
+
+
+def setup_inference_engine(
+    state: RunState, args: object, engine_type: str | Engine = "vllm", actor: Module | None = None
+) -> Engine:
+    """Starts the engine and makes it the run's; an engine from before is closed first.
+
+    ``args`` may be anything: ``tokenizer`` and ``max_model_len`` are read from it where it has them.
+    """
+    engine = make_engine(args, engine_type, actor) if isinstance(engine_type, str) else engine_type
+    if state.engine.engine is not None and state.engine.engine is not engine:
+        state.engine.engine.close()
+    state.engine.engine, state.engine.asleep = engine, False
+    return engine
+
+
+def make_engine(args: object, engine_type: str, actor: Module | None) -> Engine:
+    """The engine of that name."""
+    if engine_type == "hf":
+        if actor is None:
+            raise EngineError("engine 'hf' generates from the actor's own weights. Pass actor=model.")
+        from lightrft.engines.hf import hf
+
+        return hf(
+            unwrap_model(actor),
+            tokenizer=getattr(args, "tokenizer", None),
+            max_model_len=getattr(args, "max_model_len", None),
+        )
+    if engine_type == "scripted":
+        from lightrft.engines.scripted import scripted
+
+        return scripted()
+    if engine_type in ("vllm", "sglang"):
+        if find_spec(engine_type) is None:
+            raise missing(engine_type, engine_type, f"engine {engine_type!r}")
+        raise UnsupportedOperation(
+            f"engine {engine_type!r} is installed, but this version of lightrft does not drive it yet. "
+            f"Use engine_type='hf'."
+        )
+    raise EngineError(f"engine_type={engine_type!r} is no engine. Use one of {', '.join(ENGINES)}, or pass an Engine.")

@@ -1,0 +1,80 @@
+"""Modules and what is wrapped around them: unwrapping, placing, mixed precision, names (T10, T11, T12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+WRAPPER_ATTRIBUTES = ("module", "_orig_mod", "model")
+"""Where engines and DistributedDataParallel, ``torch.compile``, and actor wrappers keep the user's module."""
+
+
+def inner_module(model: Module) -> Module | None:
+    """What ``model`` is wrapped around, or None.
+
+    A wrapper holds another module and no parameter beside it. A Hugging Face model is never one, though its decoder is
+    called ``model`` and may, with tied embeddings, hold all of its parameters.
+    """
+    if hasattr(model, "save_pretrained"):
+        return None
+    for attribute in WRAPPER_ATTRIBUTES:
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, Module) and _same_parameters(model, inner):
+            return inner
+    return None
+
+
+def _same_parameters(model: Module, inner: Module) -> bool:
+    inside = {id(parameter) for parameter in inner.parameters()}
+    return all(id(parameter) in inside for parameter in model.parameters())
+
+
+def unwrap_model(model: Module) -> Module:
+    """The user's module."""
+    inner = inner_module(model)
+    return model if inner is None else unwrap_model(inner)
+
+
+def named_weights(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters by their names in the plain module; tied ones once."""
+    for name, parameter in unwrap_model(model).named_parameters():
+        yield name, parameter.detach()
+
+
+def place(model: Module, device: torch.device) -> Module:
+    """The model on ``device``. A model that is there already is not touched."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return model if all(tensor.device == device for tensor in tensors) else model.to(device)
+
+
+def keep_master_weights(model: Module) -> None:
+    """Parameters in fp32, in place: an update far below bf16's resolution must not be lost (Micikevicius et al.,
+    arXiv:1710.03740, section 3.1)."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+def compute_in_bf16(model: Module, device: torch.device) -> list[RemovableHandle]:
+    """Runs every forward of ``model``, and so its backward, under bfloat16 autocast.
+
+    Parameters and their gradients stay in fp32. By hooks, so that the module, its class and its names stay the user's.
+    """
+    contexts: list[torch.autocast] = []
+
+    def enter(module: Module, args: object) -> None:
+        context = torch.autocast(device.type, dtype=torch.bfloat16)
+        context.__enter__()
+        contexts.append(context)
+
+    def leave(module: Module, args: object, output: object) -> None:
+        contexts.pop().__exit__(None, None, None)
+
+    return [
+        model.register_forward_pre_hook(enter),
+        model.register_forward_hook(leave, always_call=True),
+    ]

@@ -1,0 +1,63 @@
+"""Which process of how many this is: the only place that reads launcher variables (W1, W2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from attrs import frozen
+
+from lightrft.errors import ConfigError
+
+LAUNCHERS: Mapping[str, Mapping[str, str]] = {
+    "torchrun": {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"},
+    "Slurm": {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"},
+}
+
+
+@frozen
+class World:
+    """This process among ``world_size``; ``local_rank`` counts within the node."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+def discover(environ: Mapping[str, str] | None = None, local_rank: int = -1) -> World:
+    """The world that the launcher describes; alone when no launcher variable is set.
+
+    ``local_rank`` >= 0, as DeepSpeed's launcher passes it on the command line, goes before the environment. Raises
+    ``ConfigError`` for a half-set environment, or numbers that cannot be. Nothing is opened and nothing is changed.
+    """
+    environ = os.environ if environ is None else environ
+    for launcher, names in LAUNCHERS.items():
+        # Slurm sets its variables in an interactive shell too, where one process is meant: only a step has PROCID.
+        if launcher == "Slurm" and "SLURM_PROCID" not in environ:
+            continue
+        found = {key: environ[name] for key, name in names.items() if name in environ}
+        if not found:
+            continue
+        lacking = [names[key] for key in ("rank", "world_size") if key not in found]
+        if lacking:
+            present = ", ".join(names[key] for key in found)
+            raise ConfigError(
+                f"the environment of a launcher is half set: {present} without {', '.join(lacking)}. "
+                f"Start with torchrun, set the rest, or unset what is there to run one process."
+            )
+        numbers = {key: _whole(names[key], text) for key, text in found.items()}
+        rank, world_size = numbers["rank"], numbers["world_size"]
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ConfigError(
+                f"{names['rank']}={rank} and {names['world_size']}={world_size} do not fit: ranks count from 0 to "
+                f"{names['world_size']} - 1. Start all processes with one launcher."
+            )
+        return World(rank, world_size, local_rank if local_rank >= 0 else numbers.get("local_rank", 0))
+    return World(local_rank=max(local_rank, 0))
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is no whole number. Set it by the launcher, or unset it.") from None

@@ -1,0 +1,57 @@
+"""``get_strategy``: from a configuration to a backend, by name."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from lightrft.errors import ConfigError, UnsupportedOperation
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.protocol import BuildStrategy, Strategy
+
+GROUP = "lightrft.backends"
+"""Third parties register by an entry point of this group: its name is the backend's, its value ``package.module:build``."""
+
+BUILT_IN = ("deepspeed", "fake", "fsdp", "local")
+
+
+def chosen_backend(config: StrategyConfig) -> str:
+    """``backend`` if given, else fsdp if ``fsdp``, else deepspeed."""
+    return config.backend or ("fsdp" if config.fsdp else "deepspeed")
+
+
+def registered_backends() -> dict[str, EntryPoint]:
+    """The backends of installed third parties. A built-in name is never taken over."""
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
+
+
+def backend_builder(name: str) -> BuildStrategy:
+    """The ``build`` function of a backend. Its module, and so torch, is imported here and not before."""
+    if name in BUILT_IN:
+        try:
+            return cast(BuildStrategy, import_module(f"lightrft.backends.{name}").build)
+        except ModuleNotFoundError as error:
+            if error.name != f"lightrft.backends.{name}":
+                raise
+            raise UnsupportedOperation(
+                f"backend {name!r} is not part of this version of lightrft. Use backend='local'."
+            ) from None
+    registered = registered_backends()
+    if name in registered:
+        return cast(BuildStrategy, registered[name].load())
+    known = [*BUILT_IN, *registered]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"backend={name!r} is not known.{hint} Known are {', '.join(sorted(known))}.")
+
+
+def get_strategy(args: object = None) -> Strategy:
+    """The strategy that ``args`` describes: a Namespace, a mapping, any object with attributes, or a StrategyConfig.
+
+    Raises ``ConfigError`` listing every bad value, and ``UnsupportedOperation`` for a field that the chosen backend
+    would not carry out (C7); both before any process is contacted. ``args`` is never changed.
+    """
+    config = StrategyConfig.from_args({} if args is None else args)
+    return backend_builder(chosen_backend(config))(config, args)
