@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from support import MakeStrategy
 
 from lightrft import StrategyConfig
 from lightrft.backends import fake, local
@@ -22,12 +23,6 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 BUILDERS: dict[str, Callable[[StrategyConfig], StrategyRecord]] = {"fake": fake.build, "local": local.build}
-
-
-class MakeStrategy(Protocol):
-    """A strategy of the backend under test, from the fields of its configuration; fp32 unless told otherwise."""
-
-    def __call__(self, **fields: object) -> StrategyRecord: ...
 
 
 @pytest.fixture(params=sorted(BUILDERS))

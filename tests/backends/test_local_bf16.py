@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from lightrft import StrategyConfig
 from lightrft.backends import fake, local
+from lightrft.strategy.record import StrategyRecord
 
 
-def bf16_strategy() -> local.StrategyRecord:
+def bf16_strategy() -> StrategyRecord:
     return local.build(StrategyConfig(bf16=True, train_batch_size=1, max_norm=0.0))
 
 

@@ -327,9 +327,9 @@ def test_K5_max_num_0_keeps_all(tmp_path: Path, max_num: int) -> None:
 
 def test_K5_max_mem_bounds_the_bytes_in_gigabytes(tmp_path: Path) -> None:
     for number in range(4):
-        save(tmp_path, f"s{number}", "x" * 100, max_num=9, max_mem=0.000_000_6)
+        save(tmp_path, f"s{number}", "x" * 100, max_num=9, max_mem=890 / 10**9)
     assert names(tmp_path) == ["latest", "s2", "s3"]
-    save(tmp_path, "big", "x" * 1000, max_num=9, max_mem=0.000_000_6)
+    save(tmp_path, "big", "x" * 1000, max_num=9, max_mem=890 / 10**9)
     assert names(tmp_path) == ["big", "latest"]
 
 

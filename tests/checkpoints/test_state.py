@@ -430,6 +430,7 @@ def test_K8_overlapping_and_strided_weights(tmp_path: Path) -> None:
         model.whole = nn.Parameter(base)
         model.part = nn.Parameter(base[1:])
         model.turned = nn.Parameter(base.T)
+        model.strided = nn.Parameter((base + 1).T)
         model.wide = nn.Parameter(base.to(torch.complex128))
         return model
 

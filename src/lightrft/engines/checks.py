@@ -1,4 +1,4 @@
-"""What every engine refuses before it runs anything (law R5): a bad prompt must not take a whole batch down half way."""
+"""What every engine refuses before it runs anything (law R5): a bad prompt must not take a batch down half way."""
 
 from __future__ import annotations
 

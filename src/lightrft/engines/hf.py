@@ -1,6 +1,7 @@
-"""``hf``: Hugging Face ``generate`` in this process, on the trainer's own module, so that an update has nothing to copy.
+"""``hf``: Hugging Face ``generate`` in this process, on the trainer's own module: an update has nothing to copy.
 
-Shape suffixes: R rows (one per completion), U distinct prompts among them, L longest prompt, N new tokens, V vocabulary.
+Shape suffixes: R rows (one per completion), U distinct prompts among them, L longest prompt, N new tokens,
+M = L + N, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightrft.engines.protocol import Capabilities, Completion, FinishReason, Re
 from lightrft.errors import EngineError, UnsupportedOperation
 
 if TYPE_CHECKING:
-    from transformers import Cache, GenerationConfig
+    from transformers import Cache, GenerationConfig, PreTrainedModel
 
 
 class Tokenizer(Protocol):
@@ -106,15 +107,15 @@ def hf(
 ) -> HfEngine:
     """An engine that generates with ``model``, a Hugging Face causal language model, as its weights are at the time.
 
-    ``tokenizer`` is needed for stop strings and for prompts given as text. ``max_model_len`` bounds prompt and completion
-    together, in tokens, by default at the model's ``max_position_embeddings``. A batch holds at most ``batch_tokens``
-    positions, padding and new tokens included (but always one completion). Each distinct prompt is read once and its keys
-    and values are shared by its completions; ``share_prefill=False`` reads it anew for each, for architectures whose cache
-    cannot be split by rows.
+    ``tokenizer`` is needed for stop strings and for prompts given as text. ``max_model_len`` bounds prompt and
+    completion together, in tokens, by default at the model's ``max_position_embeddings``. A batch holds at most
+    ``batch_tokens`` positions, padding and new tokens included (but always one completion). Each distinct prompt is
+    read once and its keys and values are shared by its completions; ``share_prefill=False`` reads it anew for each,
+    for architectures whose cache cannot be split by rows.
 
     An end-of-sequence token is one that the model's generation config or the tokenizer names. All else in the model's
-    generation config is left out: what is sampled is what ``Sampling`` says. Raises ``EngineError`` when ``model`` cannot
-    generate.
+    generation config is left out: what is sampled is what ``Sampling`` says. Raises ``EngineError`` when ``model``
+    cannot generate.
     """
     if not callable(getattr(model, "generate", None)):
         raise EngineError(
@@ -162,11 +163,9 @@ def device_of(model: Module) -> torch.device:
 def generating(model: Module) -> Iterator[None]:
     """The model in eval mode and without defaults for sampling; both are afterwards what they were, module by module.
 
-    A generation config that was shipped with the model (a top-p, a repetition penalty) would fill in whatever ours does not
-    set, and replaying such a policy in the trainer would give other probabilities.
+    A generation config that was shipped with the model (a top-p, a repetition penalty) would fill in whatever ours does
+    not set, and the tokens would come from another policy than the one that the trainer computes.
     """
-    from transformers import GenerationConfig
-
     modes = [(module, module.training) for module in model.modules()]
     shipped = [
         (module, vars(module)["generation_config"]) for module, _ in modes if "generation_config" in vars(module)
@@ -174,13 +173,13 @@ def generating(model: Module) -> Iterator[None]:
     try:
         model.eval()
         for module, _ in shipped:
-            module.generation_config = GenerationConfig()
+            vars(module)["generation_config"] = hugging_face_config()
         # Not inference_mode: a buffer that the model makes while it generates would then be unusable in training.
         with torch.no_grad():
             yield
     finally:
         for module, config in shipped:
-            module.generation_config = config
+            vars(module)["generation_config"] = config
         for module, training in modes:
             module.training = training
 
@@ -202,7 +201,7 @@ def repeating(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 def batches(prompts: Sequence[tuple[int, ...]], new_tokens: int, batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of ``prompts``, shortest first, in batches of at most ``batch_tokens`` positions; equal prompts adjacent."""
+    """Indices of ``prompts``, shortest first, in batches of at most ``batch_tokens`` positions; equal ones adjacent."""
     batch: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), prompts[index])):
         if batch and (len(batch) + 1) * (len(prompts[index]) + new_tokens) > batch_tokens:
@@ -257,18 +256,22 @@ def end_of(output: Sequence[int], stops: frozenset[int], string_end: int | None)
 
 def generation_config(sampling: Sampling, stops: Sequence[int]) -> GenerationConfig:
     """Hugging Face's words for ``sampling``."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(
+    drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return hugging_face_config(
         max_new_tokens=sampling.max_new_tokens,
         use_cache=True,
         do_sample=sampling.temperature > 0.0,
         eos_token_id=list(stops) or None,
         pad_token_id=stops[0] if stops else 0,
+        **(drawing if sampling.temperature > 0.0 else {}),
     )
-    if sampling.temperature > 0.0:
-        config.temperature, config.top_p, config.top_k = sampling.temperature, sampling.top_p, sampling.top_k
-    return config
+
+
+def hugging_face_config(**settings: object) -> GenerationConfig:
+    """Their record of settings; what is not set is None."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(**settings)  # type: ignore[no-untyped-call]  # transformers leaves __init__ untyped
 
 
 # ------------------------------------------------------------------------------------------------- shared prefixes
@@ -288,7 +291,8 @@ def shared_prefix(model: Module, rows: Sequence[tuple[int, ...]]) -> Cache:
 
     distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(rows))}
     ids_UL, mask_UL = left_padded(list(distinct), device_of(model))
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    config = cast("PreTrainedModel", model).config
+    cache = DynamicCache(config=config.get_text_config(decoder=True))
     few_logits = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     model(
         input_ids=ids_UL[:, :-1],
@@ -315,11 +319,12 @@ class Recorder:
 
     temperature: float
     drawn: list[Tensor] = field(factory=list)
-    logprobs_RV: Tensor | None = None
+    logprobs: Tensor | None = None
+    """Of the latest step, float32 [R, V]."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids[:, -1])
-        self.logprobs_RV = torch.log_softmax(scores.float() / self.temperature, dim=-1)
+        self.logprobs = torch.log_softmax(scores.float() / self.temperature, dim=-1)
         return scores
 
     def finish(self, output_RN: Tensor) -> Tensor:
@@ -329,8 +334,8 @@ class Recorder:
         return torch.stack(self.drawn[: output_RN.shape[1]], dim=1)
 
     def _take(self, token_R: Tensor) -> None:
-        if self.logprobs_RV is not None:
-            self.drawn.append(self.logprobs_RV.gather(1, token_R[:, None]).squeeze(1))
+        if self.logprobs is not None:
+            self.drawn.append(self.logprobs.gather(1, token_R[:, None]).squeeze(1))
 
 
 @define(eq=False)

@@ -20,6 +20,11 @@ def _strings(stop: str | Iterable[str]) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
+def _ids(token_ids: Iterable[int]) -> tuple[int, ...]:
+    """As a tuple; ``converter=tuple`` would let any element through the type checkers."""
+    return tuple(token_ids)
+
+
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: an end-of-sequence token, a stop token or a stop string. ``length``: ``max_new_tokens`` reached."""
 
@@ -39,7 +44,7 @@ class Sampling:
     top_k: int = field(default=0, validator=validators.ge(0))
     n: int = field(default=1, validator=validators.ge(1))
     stop: tuple[str, ...] = field(default=(), converter=_strings)
-    stop_token_ids: tuple[int, ...] = field(default=(), converter=tuple)
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=_ids)
     seed: int | None = None
     logprobs: bool = True
 
@@ -48,7 +53,7 @@ class Sampling:
 class Request:
     """One prompt, as the token ids that the model reads."""
 
-    prompt_token_ids: tuple[int, ...] = field(converter=tuple)
+    prompt_token_ids: tuple[int, ...] = field(converter=_ids)
 
 
 @frozen

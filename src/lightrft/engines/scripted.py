@@ -1,4 +1,4 @@
-"""``scripted``: an engine that computes nothing. What it says is a function of the prompt; what was done to it is on record."""
+"""``scripted``: an engine that computes nothing. It says what a function tells it, and records what is done to it."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def scripted(
 ) -> ScriptedEngine:
     """An engine for tests: deterministic, needs no model, keeps a list of its ``calls``.
 
-    ``reply`` gives the output ids for a prompt and the number of the sample; without it they follow from the prompt, the
-    sample's number and ``sampling.seed``. A ``reply`` that raises is a fault injected. Asleep, it refuses to generate or to
-    update with an ``EngineError``: waking it first is the strategy's part (law R4).
+    ``reply`` gives the output ids for a prompt and the number of the sample; without it they follow from the prompt,
+    the sample's number and ``sampling.seed``. A ``reply`` that raises is a fault injected. Asleep, it refuses to
+    generate or to update with an ``EngineError``: waking it first is the strategy's part (law R4).
     """
     return ScriptedEngine(reply, vocab_size, max_model_len, Capabilities(sleep=can_sleep))

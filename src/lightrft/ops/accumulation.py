@@ -55,7 +55,7 @@ def check_loss(loss: Tensor) -> None:
         )
 
 
-def backward(state: RunState, loss: Tensor, model: Module, optimizer: Optimizer, **kwargs: object) -> None:
+def backward(state: RunState, /, loss: Tensor, model: Module, optimizer: Optimizer, **kwargs: object) -> None:
     """Adds the gradient of ``loss / A``."""
     refuse_unknown("backward", kwargs)
     check_loss(loss)
@@ -85,6 +85,7 @@ class Stepping:
 
 def optimizer_step(
     stepping: Stepping,
+    /,
     optimizer: Optimizer,
     model: Module,
     scheduler: LRScheduler | None = None,
@@ -102,7 +103,8 @@ def optimizer_step(
     if not due and not (flush and window.micro_batches):
         return StepOutcome(applied=False, micro_step=window.calls, grad_norm=None, skipped_nonfinite=False)
     # A window cut short was divided by A all the same; what it has is a mean over fewer.
-    rescale = 1.0 if due else run.accumulated_gradient / window.micro_batches
+    short = flush and 0 < window.micro_batches < run.accumulated_gradient
+    rescale = run.accumulated_gradient / window.micro_batches if short else 1.0
     micro_step = window.calls
     window.restart()
     norm = stepping.clip(model, run.config.max_norm, rescale)
@@ -135,7 +137,7 @@ def moving_average(state: RunState, model: Module, model_ema: Module, beta: floa
     trained = trained_model(state, model)
     if trained.optimizer is not None:
         updates = window_of(state, trained.optimizer).updates
-        if trained.averaged_at.get(model_ema) == updates:
+        if trained.averaged_at.get(model_ema, 0) == updates:
             return
         trained.averaged_at[model_ema] = updates
     source, target = unwrap_model(model), unwrap_model(model_ema)

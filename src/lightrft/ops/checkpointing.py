@@ -123,7 +123,7 @@ def load_ckpt(
 
 
 def save_model(
-    state: RunState, model: Module, tokenizer: PretrainedTokenizer | None, output_dir: str | Path, **kwargs: object
+    state: RunState, /, model: Module, tokenizer: PretrainedTokenizer | None, output_dir: str | Path, **kwargs: object
 ) -> None:
     """``save_pretrained`` where the model has it, else one safetensors file with tied weights stored once."""
     refuse_unknown("save_model", kwargs)

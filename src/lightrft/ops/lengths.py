@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 
 from lightrft.engines.protocol import Completion
 from lightrft.errors import missing
@@ -18,8 +18,8 @@ from lightrft.strategy.protocol import AllGather
 class Lengths:
     """For each completion its number of output tokens, and whether ``max_new_tokens`` cut it short."""
 
-    tokens: tuple[int, ...] = field(converter=tuple)
-    truncated: tuple[bool, ...] = field(converter=tuple)
+    tokens: tuple[int, ...]
+    truncated: tuple[bool, ...]
 
     def __attrs_post_init__(self) -> None:
         if len(self.tokens) != len(self.truncated):
@@ -41,14 +41,15 @@ class LengthStatistics:
 def lengths_of(completions: Iterable[Completion]) -> Lengths:
     """The lengths of these completions, in their order."""
     ends = [(len(one.output_token_ids), one.finish_reason == "length") for one in completions]
-    return Lengths([tokens for tokens, _ in ends], [truncated for _, truncated in ends])
+    return Lengths(tuple(tokens for tokens, _ in ends), tuple(truncated for _, truncated in ends))
 
 
 def merge(parts: Iterable[Lengths]) -> Lengths:
     """Several as one, in order. Percentiles of ranks cannot be averaged, so lengths travel and statistics come last."""
     held = list(parts)
     return Lengths(
-        [tokens for part in held for tokens in part.tokens], [flag for part in held for flag in part.truncated]
+        tuple(tokens for part in held for tokens in part.tokens),
+        tuple(flag for part in held for flag in part.truncated),
     )
 
 
@@ -56,7 +57,8 @@ def gather_lengths(lengths: Lengths, all_gather: AllGather) -> Lengths:
     """Those of all ranks, in rank order; each may have another count, 0 included."""
     mine = torch.tensor([lengths.tokens, list(map(int, lengths.truncated))], dtype=torch.int64).reshape(2, -1).T
     return merge(
-        Lengths(part[:, 0].tolist(), [bool(flag) for flag in part[:, 1].tolist()]) for part in all_gather(mine)
+        Lengths(tuple(part[:, 0].tolist()), tuple(bool(flag) for flag in part[:, 1].tolist()))
+        for part in all_gather(mine)
     )
 
 

@@ -68,7 +68,7 @@ def compute_in_bf16(model: Module, device: torch.device) -> list[RemovableHandle
 
     def enter(module: Module, args: object) -> None:
         context = torch.autocast(device.type, dtype=torch.bfloat16)
-        context.__enter__()
+        context.__enter__()  # type: ignore[no-untyped-call]  # torch's stub
         contexts.append(context)
 
     def leave(module: Module, args: object, output: object) -> None:

@@ -28,21 +28,23 @@ def parameter_groups(model: Module, weight_decay: float) -> list[dict[str, objec
     return [group for group in groups if group["params"]]
 
 
-def create_optimizer(state: RunState, model: Module, **kwargs: Unpack[AdamWOptions]) -> Optimizer:
+def create_optimizer(state: RunState, /, model: Module, **kwargs: Unpack[AdamWOptions]) -> Optimizer:
     """AdamW with the configuration's learning rate, betas and weight decay where the caller names none."""
     unknown = sorted(set(kwargs) - KEYWORDS)
     if unknown:
         raise TypeError(f"create_optimizer() got {', '.join(unknown)}. AdamW takes {', '.join(sorted(KEYWORDS))}.")
-    weight_decay = kwargs.pop("weight_decay", state.config.l2)
-    groups = parameter_groups(model, weight_decay)
+    config = state.config
+    defaults: AdamWOptions = {"lr": config.actor_learning_rate, "betas": config.adam_betas, "weight_decay": config.l2}
+    options: AdamWOptions = {**defaults, **kwargs}
+    first, second = options["betas"]
+    options["betas"] = (float(first), float(second))  # a list would be saved as one, and compare unequal (FC19)
+    groups = parameter_groups(model, options["weight_decay"])
     if not groups:
         raise ValueError(
             "create_optimizer got a model without trainable parameters. Set requires_grad on those to train, or, for a "
             "model that is only evaluated, make no optimizer."
         )
-    kwargs.setdefault("lr", state.config.actor_learning_rate)
-    first, second = kwargs.pop("betas", state.config.adam_betas)
-    return AdamW(groups, weight_decay=weight_decay, betas=(float(first), float(second)), **kwargs)
+    return AdamW(groups, **options)
 
 
 def move_state(optimizer: OptimizerT, device: torch.device | str) -> OptimizerT:

@@ -78,7 +78,9 @@ class PrepareEach:
         known.optimizer = optimizer
         known.scheduler = scheduler[0] if scheduler else known.scheduler
         ready = self._model(model, optimizer)
-        return item if ready is model else (ready, *item[1:])  # type: ignore[return-value]  # same arity as the item
+        if ready is model:
+            return item
+        return (ready, optimizer, scheduler[0]) if scheduler and optimizer is not None else (ready, optimizer)
 
     def _model(self, model: Module, optimizer: Optimizer | None) -> Module:
         if model in self.state.prepared:

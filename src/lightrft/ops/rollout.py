@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import index as whole
 from typing import Protocol
 
@@ -49,9 +50,9 @@ TEXT_ONLY = frozenset(
 def as_sampling(sampling_params: object) -> Sampling:
     """A ``Sampling`` out of one, out of a mapping, or out of any object with such attributes, as vLLM's SamplingParams.
 
-    ``max_tokens`` is ``max_new_tokens``; ``top_k`` -1 is 0; ``stop`` may be one string; ``logprobs`` may be a number (any:
-    yes) or None (no). Raises ``ConfigError`` that lists every value that cannot be, every name that is not known (in a
-    mapping), and every setting of another engine that would be ignored.
+    ``max_tokens`` is ``max_new_tokens``; ``top_k`` -1 is 0; ``stop`` may be one string; ``logprobs`` may be a number
+    (any: yes) or None (no). Raises ``ConfigError`` that lists every value that cannot be, every name that is not known
+    (in a mapping), and every setting of another engine that would be ignored.
     """
     if isinstance(sampling_params, Sampling):
         return sampling_params
@@ -150,15 +151,12 @@ def as_requests(all_prompt_token_ids: Sequence[Sequence[int]]) -> list[Request]:
 
 
 def _request(index: int, row: object) -> Request:
-    ids = row.tolist() if hasattr(row, "tolist") else row
-    try:
-        if isinstance(ids, (str, bytes)):
-            raise TypeError
-        return Request(tuple(map(whole, ids)))  # type: ignore[call-overload]  # raises TypeError where it is no row
-    except TypeError:
-        raise EngineError(
-            f"prompt {index} is no list of token ids: {_short(row)}. Encode it with the model's tokenizer."
-        ) from None
+    tolist = getattr(row, "tolist", None)
+    ids: object = row if tolist is None else tolist()
+    if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)):
+        with suppress(TypeError):
+            return Request(tuple(whole(token) for token in ids))
+    raise EngineError(f"prompt {index} is no list of token ids: {_short(row)}. Encode it with the model's tokenizer.")
 
 
 def _short(value: object) -> str:
@@ -177,7 +175,7 @@ def the_engine(state: EngineState) -> Engine:
 
 
 def sleep_engine(state: EngineState) -> None:
-    """Puts the engine to sleep; asleep or absent, nothing happens. One that cannot sleep says so once and goes on (R4)."""
+    """Puts the engine to sleep; asleep or absent, nothing happens. One that cannot says so once and goes on (R4)."""
     if state.engine is None or state.asleep:
         return
     if not state.engine.capabilities.sleep:
@@ -190,7 +188,7 @@ def sleep_engine(state: EngineState) -> None:
 
 
 def wake_engine(state: EngineState) -> None:
-    """Wakes the engine; awake or absent, nothing happens. One that failed to wake counts as asleep, to be tried again."""
+    """Wakes the engine; awake or absent, nothing happens. One that failed to wake counts as asleep: try again."""
     if state.engine is not None and state.asleep:
         state.engine.wake_up()
         state.asleep = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from attrs import field, frozen, validators
+from pathlib import Path
+
+from attrs import asdict, field, frozen, validators
 
 from lightrft.errors import ConfigError
-from lightrft.strategy.config import StrategyConfig, refuse_ignored
+from lightrft.strategy.config import StrategyConfig, refuse_ignored, to_dict
 
 CARRIES = frozenset(
     {
@@ -75,8 +77,27 @@ class TrainConfig:
     """Checkpoints kept; 0: all."""
     system_prompt: str | None = None
     """Text before the question, where the model has a chat template."""
-    strategy: StrategyConfig = StrategyConfig()
+    strategy: StrategyConfig = StrategyConfig(
+        backend="local", engine_type="hf", bf16=False, train_batch_size=64, micro_train_batch_size=16
+    )
     """Backend, engine, batch sizes, optimiser: everything that is not the trainer's alone."""
+
+
+@frozen(kw_only=True)
+class TrainOptions:
+    """Train a language model by group-relative policy optimisation on a task with verifiable answers."""
+
+    settings: TrainConfig = TrainConfig()
+    config: Path | None = None
+    """A TOML or JSON file of settings, such as the config.toml of a run; flags override it."""
+    resume: bool = False
+    """Go on with the run in the output directory, with its own config.toml."""
+    overwrite: bool = False
+    """Delete the run in the output directory and start again."""
+    quiet: bool = False
+    """Only the first and the last lines."""
+    debug: bool = False
+    """Show tracebacks and debug logs."""
 
 
 def checked(config: TrainConfig) -> TrainConfig:
@@ -102,3 +123,9 @@ def prompts_per_rollout(config: TrainConfig) -> int:
     """Prompts of one step, over all ranks."""
     strategy = config.strategy
     return strategy.train_batch_size * config.updates_per_rollout // strategy.n_samples_per_prompt
+
+
+def as_table(config: TrainConfig) -> dict[str, object]:
+    """All settings, the strategy's in a table of their own: what config.toml holds and ``structure`` reads back."""
+    own = asdict(config, recurse=False)
+    return {**own, "strategy": to_dict(config.strategy)}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from attrs import frozen
+from attrs import define, frozen
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.engines.protocol import Completion, Sampling
 from lightrft.ops.collectives import token_mean_scale, weighted_mean
 from lightrft.ops.seeds import derived_seed
-from lightrft.rlvr.advantages import advantages_of, overlong_penalty
+from lightrft.rlvr.advantages import RunningMoments, advantages_of, clip_to, overlong_penalty, updated_moments
 from lightrft.rlvr.config import TrainConfig, prompts_per_rollout
 from lightrft.rlvr.losses import kl, policy_loss
 from lightrft.rlvr.models import Tokenizer, decode, encode_prompt
@@ -32,9 +32,16 @@ from lightrft.strategy.protocol import Strategy
 # Shape suffixes: G groups (prompts), n samples of each, B = G * n completions, T longest completion.
 
 
+@define
+class RewardState:
+    """The one thing that the trainer itself remembers from step to step."""
+
+    moments: RunningMoments = RunningMoments()
+
+
 @frozen(kw_only=True)
 class Trainer:
-    """What a run is made of. Only the parameters, the optimizer and the schedule change."""
+    """What a run is made of. What changes in it: parameters, optimizer, schedule, and ``seen``."""
 
     config: TrainConfig
     strategy: Strategy
@@ -46,6 +53,7 @@ class Trainer:
     tokenizer: Tokenizer
     tasks: TaskSet
     reward: Reward
+    seen: RewardState
 
 
 @frozen
@@ -226,24 +234,35 @@ def rollout_metrics(trainer: Trainer, rollout: Rollout) -> dict[str, float]:
     }
 
 
+def rollout_advantages(trainer: Trainer, rollout: Rollout) -> Tensor:
+    """The advantage of each of this rank's completions, float32 [B].
+
+    Computed from the rewards of all ranks: an estimator that looks at the whole batch means the same at any world size.
+    """
+    config, strategy = trainer.strategy.config, trainer.strategy
+    rewards_B = torch.tensor(rollout.rewards, dtype=torch.float32)
+    if config.overlong_buffer:
+        rewards_B = rewards_B + overlong_penalty(
+            torch.tensor([len(completion.output_token_ids) for completion in rollout.completions]),
+            max_len=trainer.config.max_new_tokens,
+            buffer_len=config.overlong_buffer_len,
+            factor=config.overlong_buffer_penalty_factor,
+        )
+    of_ranks = strategy.all_gather(rewards_B)
+    rewards_Gn = torch.cat(of_ranks).view(-1, config.n_samples_per_prompt)
+    if config.reward_running_norm:
+        trainer.seen.moments = updated_moments(trainer.seen.moments, clip_to(rewards_Gn, config.reward_clip))
+    advantages_B = advantages_of(rewards_Gn, config, trainer.seen.moments).view(-1)
+    return advantages_B.split([len(rewards) for rewards in of_ranks])[strategy.get_rank()]
+
+
 def train_step(trainer: Trainer, step: int) -> dict[str, float]:
     """One rollout and its updates; returns the step's metrics, equal on all ranks."""
     begin = time.perf_counter()
     rollout = roll_out(trainer, step)
     generated = time.perf_counter()
     metrics = rollout_metrics(trainer, rollout)
-    config = trainer.strategy.config
-    lengths = [len(completion.output_token_ids) for completion in rollout.completions]
-    rewards_B = torch.tensor(rollout.rewards, dtype=torch.float32)
-    if config.overlong_buffer:
-        rewards_B = rewards_B + overlong_penalty(
-            torch.tensor(lengths),
-            max_len=trainer.config.max_new_tokens,
-            buffer_len=config.overlong_buffer_len,
-            factor=config.overlong_buffer_penalty_factor,
-        )
-    advantages_B = advantages_of(rewards_B.view(-1, config.n_samples_per_prompt), config).view(-1)
-    metrics |= update(trainer, rollout, advantages_B)
+    metrics |= update(trainer, rollout, rollout_advantages(trainer, rollout))
     trainer.strategy.update_engine_weights(trainer.model)
     done = time.perf_counter()
     tokens = metrics.pop("completion_tokens")
@@ -278,7 +297,7 @@ def train(
         on_step(step + 1, train_step(trainer, step))
         made, last = step + 1, step + 1 == config.steps
         stopping = bool(trainer.strategy.all_reduce(int(stop_asked()), "max"))
-        if last or (not stopping and config.eval_every and made % config.eval_every == 0):
+        if last or (config.eval_every and made % config.eval_every == 0):
             on_evaluation(made, evaluate(trainer))
         if last or stopping or (config.save_every and made % config.save_every == 0):
             on_checkpoint(made)

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import Literal, TypeAlias, cast
 
 from attrs import Factory, field, frozen
 
 from lightrft.errors import ConfigError, UnsupportedOperation, listed
-from lightrft.strategy.structuring import REST, WITHIN, Within, settings, settle, shown, structure
-from lightrft.strategy.values import comparable, owned
+from lightrft.strategy.structuring import REST, WITHIN, Within, settings, settle, structure
+from lightrft.strategy.values import comparable, owned, shown
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Group: TypeAlias = Literal["training", "backend", "engine", "optimizer", "rewards", "advantages", "data", "logging"]
 """The heading of a field in summaries and in the help of flags."""
 
 Owner: TypeAlias = Literal["every backend", "backend", "engine", "trainer"]
-"""Who carries a field out. ``every backend``: all of them, or ``get_strategy`` itself. ``backend`` and ``engine``: those
+"""Who carries a field out. ``every backend``: all of them, or ``get_strategy`` itself. ``backend``, ``engine``: those
 backends that say so. ``trainer``: the program above the strategy, if it says so."""
 
 EngineType: TypeAlias = Literal["vllm", "sglang", "hf", "scripted"]
@@ -39,9 +37,9 @@ NOT_NEGATIVE = Within(low=0)
 SHARE = Within(low=0, high=1)
 
 
-def setting(default: T, group: Group, owner: Owner, within: Within | None = None) -> T:
-    """A field with what is known about it; typed as its default, as attrs' own ``field`` is."""
-    return cast(T, field(default=default, metadata={"group": group, "owner": owner, WITHIN: within}))
+def about(group: Group, owner: Owner, within: Within | None = None) -> dict[str, object]:
+    """The metadata of a field."""
+    return {"group": group, "owner": owner, WITHIN: within}
 
 
 @frozen(kw_only=True)
@@ -52,114 +50,119 @@ class StrategyConfig:
     tuple) and raise one ``ConfigError`` that lists every other.
     """
 
-    seed: int = setting(42, "training", "every backend", Within(0, 2**32 - 1))
+    seed: int = field(default=42, metadata=about("training", "every backend", Within(0, 2**32 - 1)))
     """Seeds Python, numpy, torch and the engine."""
-    max_norm: float = setting(1.0, "training", "every backend", NOT_NEGATIVE)
+    max_norm: float = field(default=1.0, metadata=about("training", "every backend", NOT_NEGATIVE))
     """Gradients are clipped to this global 2-norm; 0: not clipped."""
-    micro_train_batch_size: int = setting(1, "training", "every backend", COUNT)
+    micro_train_batch_size: int = field(default=1, metadata=about("training", "every backend", COUNT))
     """Samples of one backward pass on one rank."""
-    train_batch_size: int = setting(128, "training", "every backend", COUNT)
+    train_batch_size: int = field(default=128, metadata=about("training", "every backend", COUNT))
     """Samples of one update, over all ranks."""
-    local_rank: int = setting(-1, "training", "every backend", Within(low=-1))
+    local_rank: int = field(default=-1, metadata=about("training", "every backend", Within(low=-1)))
     """This process's rank on its machine; -1: as the launcher says."""
 
-    backend: str | None = setting(None, "backend", "every backend")
-    """fake, local, fsdp, deepspeed, or the name of an installed backend; none: fsdp or deepspeed, as the flag fsdp says."""
-    fsdp: bool = setting(False, "backend", "every backend")
+    backend: str | None = field(default=None, metadata=about("backend", "every backend"))
+    """fake, local, fsdp, deepspeed or an installed backend's name; none: fsdp or deepspeed, as the flag fsdp says."""
+    fsdp: bool = field(default=False, metadata=about("backend", "every backend"))
     """Choose FSDP rather than DeepSpeed, where no backend is named."""
-    bf16: bool = setting(True, "backend", "backend")
+    bf16: bool = field(default=True, metadata=about("backend", "backend"))
     """Compute in bfloat16, on fp32 master weights."""
-    zero_stage: int = setting(2, "backend", "backend", Within(0, 3))
+    zero_stage: int = field(default=2, metadata=about("backend", "backend", Within(0, 3)))
     """DeepSpeed: which of optimizer state (1), gradients (2) and parameters (3) are sharded; 0: nothing."""
-    fsdp_cpu_offload: bool = setting(False, "backend", "backend")
+    fsdp_cpu_offload: bool = field(default=False, metadata=about("backend", "backend"))
     """FSDP: keep parameters, gradients and optimizer state in CPU memory."""
-    adam_offload: bool = setting(False, "backend", "backend")
+    adam_offload: bool = field(default=False, metadata=about("backend", "backend"))
     """Keep the optimizer state in CPU memory."""
-    zpg: int = setting(1, "backend", "backend", COUNT)
+    zpg: int = field(default=1, metadata=about("backend", "backend", COUNT))
     """DeepSpeed: ranks of a group that holds its own secondary copy of the parameters (ZeRO++); 1: none."""
-    grad_accum_dtype: GradAccumDtype | None = setting(None, "backend", "backend")
+    grad_accum_dtype: GradAccumDtype | None = field(default=None, metadata=about("backend", "backend"))
     """Precision in which gradients are accumulated; none: the backend's own."""
-    overlap_comm: bool = setting(False, "backend", "backend")
+    overlap_comm: bool = field(default=False, metadata=about("backend", "backend"))
     """Reduce gradients while the backward pass goes on."""
-    sp_size: int = setting(1, "backend", "backend", COUNT)
+    sp_size: int = field(default=1, metadata=about("backend", "backend", COUNT))
     """Ranks that share one sequence (sequence parallelism)."""
 
-    engine_type: EngineType = setting("vllm", "engine", "every backend")
+    engine_type: EngineType = field(default="vllm", metadata=about("engine", "every backend"))
     """The inference engine that generates rollouts."""
-    engine_tp_size: int = setting(1, "engine", "engine", COUNT)
+    engine_tp_size: int = field(default=1, metadata=about("engine", "engine", COUNT))
     """Ranks that share one copy of the engine's model (tensor parallelism)."""
-    enable_engine_sleep: bool = setting(False, "engine", "engine")
+    enable_engine_sleep: bool = field(default=False, metadata=about("engine", "engine"))
     """The engine gives its memory back while the model trains."""
-    engine_mem_util: float = setting(0.5, "engine", "engine", Within(0, 1, low_open=True))
+    engine_mem_util: float = field(default=0.5, metadata=about("engine", "engine", Within(0, 1, low_open=True)))
     """Share of the device's memory that the engine may use."""
-    weight_sync_bucket_mb: int = setting(256, "engine", "engine", COUNT)
+    weight_sync_bucket_mb: int = field(default=256, metadata=about("engine", "engine", COUNT))
     """Weights go to the engine in pieces of at most this many megabytes (10**6 bytes)."""
 
-    actor_learning_rate: float = setting(1e-5, "optimizer", "trainer", NOT_NEGATIVE)
+    actor_learning_rate: float = field(default=1e-5, metadata=about("optimizer", "trainer", NOT_NEGATIVE))
     """AdamW's learning rate of the policy."""
-    critic_learning_rate: float = setting(1e-5, "optimizer", "trainer", NOT_NEGATIVE)
+    critic_learning_rate: float = field(default=1e-5, metadata=about("optimizer", "trainer", NOT_NEGATIVE))
     """AdamW's learning rate of the critic."""
-    adam_betas: tuple[float, float] = setting((0.9, 0.95), "optimizer", "trainer", Within(0, 1, high_open=True))
+    adam_betas: tuple[float, float] = field(
+        default=(0.9, 0.95), metadata=about("optimizer", "trainer", Within(0, 1, high_open=True))
+    )
     """AdamW's decay rates of the first and the second moment."""
-    l2: float = setting(0.0, "optimizer", "trainer", NOT_NEGATIVE)
+    l2: float = field(default=0.0, metadata=about("optimizer", "trainer", NOT_NEGATIVE))
     """AdamW's weight decay."""
-    lr_warmup_ratio: float = setting(0.03, "optimizer", "trainer", SHARE)
+    lr_warmup_ratio: float = field(default=0.03, metadata=about("optimizer", "trainer", SHARE))
     """Share of all updates in which the learning rate rises to its full value."""
-    critic_pretrain: bool = setting(False, "optimizer", "trainer")
+    critic_pretrain: bool = field(default=False, metadata=about("optimizer", "trainer"))
     """Train the critic alone before the policy."""
-    fused_linear_logprob: bool = setting(False, "optimizer", "trainer")
+    fused_linear_logprob: bool = field(default=False, metadata=about("optimizer", "trainer"))
     """Compute log-probabilities without holding all logits at once."""
-    use_mp_opt: bool = setting(False, "optimizer", "trainer")
+    use_mp_opt: bool = field(default=False, metadata=about("optimizer", "trainer"))
     """Optimizer with state of mixed precision."""
 
-    remote_rm_url: str | None = setting(None, "rewards", "trainer")
+    remote_rm_url: str | None = field(default=None, metadata=about("rewards", "trainer"))
     """Address of a reward model's server."""
-    reward_running_norm: bool = setting(False, "rewards", "trainer")
+    reward_running_norm: bool = field(default=False, metadata=about("rewards", "trainer"))
     """Divide rewards by their running standard deviation."""
-    reward_running_norm_minus_mean: bool = setting(False, "rewards", "trainer")
+    reward_running_norm_minus_mean: bool = field(default=False, metadata=about("rewards", "trainer"))
     """Subtract the running mean first."""
-    reward_clip: float = setting(0.0, "rewards", "trainer", NOT_NEGATIVE)
+    reward_clip: float = field(default=0.0, metadata=about("rewards", "trainer", NOT_NEGATIVE))
     """Rewards are clipped to plus or minus this; 0: not clipped."""
-    overlong_buffer: bool = setting(False, "rewards", "trainer")
+    overlong_buffer: bool = field(default=False, metadata=about("rewards", "trainer"))
     """Take reward from completions that come close to the length limit (DAPO, section 3.4)."""
-    overlong_buffer_len: int = setting(1024, "rewards", "trainer", NOT_NEGATIVE)
+    overlong_buffer_len: int = field(default=1024, metadata=about("rewards", "trainer", NOT_NEGATIVE))
     """Tokens before the limit at which the penalty begins."""
-    overlong_buffer_penalty_factor: float = setting(1.0, "rewards", "trainer", NOT_NEGATIVE)
+    overlong_buffer_penalty_factor: float = field(default=1.0, metadata=about("rewards", "trainer", NOT_NEGATIVE))
     """The penalty at the limit."""
 
-    advantage_estimator: AdvantageEstimator = setting("group_norm", "advantages", "trainer")
+    advantage_estimator: AdvantageEstimator = field(default="group_norm", metadata=about("advantages", "trainer"))
     """How advantages are made from rewards."""
-    advantages_norm: bool = setting(False, "advantages", "trainer")
+    advantages_norm: bool = field(default=False, metadata=about("advantages", "trainer"))
     """Normalise advantages over the batch."""
-    advantage_clip: float = setting(0.0, "advantages", "trainer", NOT_NEGATIVE)
+    advantage_clip: float = field(default=0.0, metadata=about("advantages", "trainer", NOT_NEGATIVE))
     """Advantages are clipped to plus or minus this; 0: not clipped."""
-    use_kl_loss: bool = setting(False, "advantages", "trainer")
+    use_kl_loss: bool = field(default=False, metadata=about("advantages", "trainer"))
     """Add the KL divergence from the initial model to the loss."""
-    kl_estimator: KLEstimator = setting("k3", "advantages", "trainer")
+    kl_estimator: KLEstimator = field(default="k3", metadata=about("advantages", "trainer"))
     """How that divergence is estimated from samples (Schulman, Approximating KL Divergence, 2020)."""
 
-    micro_rollout_batch_size: int = setting(2, "data", "trainer", COUNT)
+    micro_rollout_batch_size: int = field(default=2, metadata=about("data", "trainer", COUNT))
     """Prompts of one forward pass while rollouts are scored."""
-    n_samples_per_prompt: int = setting(8, "data", "trainer", COUNT)
+    n_samples_per_prompt: int = field(default=8, metadata=about("data", "trainer", COUNT))
     """Completions of one prompt: the group that is compared."""
-    dynamic_sampling: bool = setting(False, "data", "trainer")
+    dynamic_sampling: bool = field(default=False, metadata=about("data", "trainer"))
     """Leave out prompts whose completions all have the same reward (DAPO, section 3.2)."""
-    pretrain_data: str | None = setting(None, "data", "trainer")
+    pretrain_data: str | None = field(default=None, metadata=about("data", "trainer"))
     """Text that is trained on beside the rollouts."""
-    mixed_mm_data: bool = setting(False, "data", "trainer")
+    mixed_mm_data: bool = field(default=False, metadata=about("data", "trainer"))
     """Batches hold prompts with and without images."""
 
-    plot_every: int = setting(-1, "logging", "trainer", Within(low=-1))
+    plot_every: int = field(default=-1, metadata=about("logging", "trainer", Within(low=-1)))
     """Steps between length statistics and plots; -1 and 0: never."""
-    use_tensorboard: bool = setting(False, "logging", "trainer")
+    use_tensorboard: bool = field(default=False, metadata=about("logging", "trainer"))
     """Write TensorBoard files."""
-    log_dir: str | None = setting(None, "logging", "every backend")
+    log_dir: str | None = field(default=None, metadata=about("logging", "every backend"))
     """Directory of TensorBoard files and plots."""
 
-    # The factory takes self only so that tyro makes no flag of it.
     _extra_args: Mapping[str, object] = field(
-        default=Factory(lambda self: {}, takes_self=True), alias="extra_args", eq=comparable, metadata={REST: True}
+        default=Factory(lambda self: {}, takes_self=True),  # with takes_self tyro makes no flag of it
+        alias="extra_args",
+        eq=comparable,
+        metadata={REST: True},
     )
+    """What was given under names that are no field."""
 
     def __attrs_post_init__(self) -> None:
         settle(self)
@@ -211,7 +214,7 @@ def overridden(config: StrategyConfig) -> dict[str, object]:
 
 def to_dict(config: StrategyConfig) -> dict[str, object]:
     """Every field by name, ``extra_args`` as a mapping of its own; shares nothing with the configuration."""
-    return {name: getattr(config, name) for name in DEFAULTS} | {"extra_args": config.extra_args}
+    return {**{name: getattr(config, name) for name in DEFAULTS}, "extra_args": config.extra_args}
 
 
 def from_dict(values: Mapping[str, object]) -> StrategyConfig:

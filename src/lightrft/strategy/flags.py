@@ -128,7 +128,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     help_of = field_help(StrategyConfig)
     for name, default in DEFAULTS.items():
         flags = list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
-        text = help_of.get(name, "").replace("%", "%%")
+        words = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        text = f"{help_of.get(name, '')} (default: {words})".replace("%", "%%").strip()
         add = groups[group_of(name)].add_argument
         type_ = types_of(StrategyConfig)[name]
         try:
@@ -136,14 +137,11 @@ def add_arguments(parser: ArgumentParser) -> None:
                 add(*flags, dest=name, action=BooleanOptionalAction, default=default, help=text)
             elif isinstance(default, tuple):
                 one, count = get_args(type_)[0], len(default)
-                metavar = ("BETA1", "BETA2") if name == "adam_betas" else None
-                parse = _parser_of(name, one)
-                help_text = f"{text} (default: {' '.join(map(str, default))})"
-                add(*flags, dest=name, type=parse, nargs=count, default=default, metavar=metavar, help=help_text)
+                parse, metavar = _parser_of(name, one), _metavar(one)
+                add(*flags, dest=name, type=parse, nargs=count, default=default, metavar=metavar, help=text)
             else:
-                metavar = _metavar(type_)
-                parse = _parser_of(name, type_)
-                add(*flags, dest=name, type=parse, default=default, metavar=metavar, help=f"{text} (default: {default})")
+                parse, metavar = _parser_of(name, type_), _metavar(type_)
+                add(*flags, dest=name, type=parse, default=default, metavar=metavar, help=text)
         except ArgumentError:
             continue
 
@@ -182,8 +180,7 @@ def parse_flags(
     """An attrs class from a command line, by tyro: a flag for each field, help from its docstring.
 
     ``args``: the words of the command line, None for the process's own. ``default``: what the flags override, say the
-    content of a file. A flag that cannot be parsed ends the program with exit code 2; a value outside its range raises
-    ``ConfigError``.
+    content of a file. A word that cannot be used ends the program with exit code 2 and a message that names it.
     """
     import tyro
 

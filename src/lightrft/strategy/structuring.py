@@ -1,7 +1,7 @@
 """Settings from the outside become typed values when nothing is lost, and otherwise one error that lists them all.
 
-It works on any attrs class. ``structure(SomeConfig, args)`` reads a mapping, an ``argparse.Namespace`` or any object with
-attributes. The hooks are strict, where cattrs' own turn 1.7 into 1 and True into 1.
+It works on any attrs class. ``structure(SomeConfig, args)`` reads a mapping, an ``argparse.Namespace`` or any object
+with attributes. The hooks are strict, where cattrs' own turn 1.7 into 1 and True into 1.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import MemberDescriptorType, NoneType, SimpleNamespace, UnionType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from attrs import NOTHING, Attribute, fields, frozen, has
 from cattrs import Converter
 
 from lightrft.errors import ConfigError, listed
-from lightrft.strategy.values import owned
+from lightrft.strategy.values import contents, owned, shown
 
 if TYPE_CHECKING:
     from attrs import AttrsInstance
@@ -192,14 +192,18 @@ def _attrs_hook(type_: Any) -> Hook:
     return lambda value, _: structure(type_, value)
 
 
+def _origin(type_: Any) -> object:
+    return get_origin(type_)
+
+
 def _strict_converter() -> Converter:
     converter = Converter(detailed_validation=False)
     hooks: dict[type, Hook] = {bool: to_bool, int: to_int, float: to_float, str: to_str, Path: to_path}
     for type_, hook in hooks.items():
         converter.register_structure_hook(type_, hook)
-    converter.register_structure_hook_factory(lambda t: get_origin(t) is Literal, _literal_hook)
-    converter.register_structure_hook_factory(lambda t: get_origin(t) in (Union, UnionType), _union_hook)
-    converter.register_structure_hook_factory(lambda t: get_origin(t) is tuple, _tuple_hook)
+    converter.register_structure_hook_factory(lambda t: _origin(t) is Literal, _literal_hook)
+    converter.register_structure_hook_factory(lambda t: _origin(t) in (Union, UnionType), _union_hook)
+    converter.register_structure_hook_factory(lambda t: _origin(t) is tuple, _tuple_hook)
     converter.register_structure_hook_factory(lambda t: isinstance(t, type) and has(t), _attrs_hook)
     return converter
 
@@ -239,12 +243,6 @@ def accepted(type_: Any, within: Within | None = None) -> str:
     return words.get(type_, getattr(type_, "__name__", str(type_))) + where
 
 
-def shown(value: object) -> str:
-    """``repr``, cut to the length of half a line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def refused(cls: type, problems: Collection[str]) -> ConfigError:
     """The one error that lists every problem."""
     count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
@@ -265,7 +263,7 @@ def checked_values(cls: type, values: Mapping[str, object]) -> tuple[dict[str, o
                 continue
             settled = CONVERTER.structure(value, type_)
         except ConfigError as error:  # of a class within this one: it has its own list
-            problems.append(f"{name}: {error}")
+            problems.append(f"{name}: {error}".replace("\n", "\n  "))
         except (ValueError, TypeError, OverflowError):
             problems.append(f"{name}={shown(value)}: accepted is {accepted(type_, within)}")
         else:
@@ -299,7 +297,7 @@ def _rest(cls: type, value: object) -> dict[str, object]:
 
 def settle(instance: object) -> None:
     """For ``__attrs_post_init__`` of a frozen class: the constructor takes what ``structure`` takes, and no more."""
-    cls = type(instance)
+    cls: type = type(instance)
     values = {name: getattr(instance, f.name) for name, f in settings(cls).items()}
     good, problems = checked_values(cls, values)
     if problems:
@@ -312,23 +310,24 @@ def settle(instance: object) -> None:
 def structure(cls: type[T], args: object) -> T:
     """An instance of the attrs class ``cls`` with the content of ``args``, which stays as it is.
 
-    ``args``: a mapping, an ``argparse.Namespace``, any other object with attributes, or an instance of ``cls``. A name that is no
-    field goes to the field marked :data:`REST`, with one warning for all that look misspelt; a class without such a
-    field refuses it. Raises ``ConfigError`` with every bad name and value.
+    ``args``: a mapping, an ``argparse.Namespace``, any other object with attributes, or an instance of ``cls``. A name
+    that is no field goes to the field marked :data:`REST`, with one warning for all that look misspelt; a class
+    without such a field refuses it. Raises ``ConfigError`` with every bad name and value.
     """
     if isinstance(args, cls):
         return args
-    known = settings(cls)
+    known = settings(cast(type, cls))
     rest = next((name for name, field in known.items() if field.metadata.get(REST)), None)
     given: dict[str, object] = {}
     unknown: dict[str, object] = {}
     problems: list[str] = []
     for key, value in contents(args, known).items():
-        name = key.replace("-", "_") if isinstance(key, str) else key
         if not isinstance(key, str):
             problems.append(f"{shown(key)}: a setting's name is text")
-        elif name in given:
-            problems.append(f"{key}: given twice, also as {key.replace('-', '_')}")
+            continue
+        name = key.replace("-", "_")
+        if name in given:
+            problems.append(f"{key}: given twice, also as {name}")
         elif name in known:
             given[name] = value
         else:
@@ -349,50 +348,16 @@ def structure(cls: type[T], args: object) -> T:
     return cls(**good)
 
 
-def contents(args: object, wanted: Collection[str]) -> Mapping[str, object]:
-    """What ``args`` holds, by name: a mapping's items, or attributes of the object and of its class, not its methods.
-
-    A property is computed only if it is one of the names ``wanted``: those of other libraries' classes may do anything.
-    """
-    from argparse import Namespace
-
-    if isinstance(args, Mapping):
-        return dict(args)
-    if isinstance(args, Namespace | SimpleNamespace):
-        return dict(vars(args))
-    if args is None or isinstance(args, str | bytes | int | float | complex | list | tuple | set | frozenset):
-        raise ConfigError(
-            f"Settings cannot be read from {shown(args)} of type {type(args).__name__}: "
-            "give a mapping, an argparse.Namespace or an object with attributes."
-        )
-    found: dict[str, object] = {}
-    for cls in reversed((args if isinstance(args, type) else type(args)).__mro__[:-1]):
-        for name, member in vars(cls).items():
-            # slots and properties answer through the object; what else has __get__ is a method of some kind
-            through_object = isinstance(member, MemberDescriptorType) or (
-                isinstance(member, property) and name in wanted
-            )
-            if through_object and hasattr(args, name):
-                found[name] = getattr(args, name)
-            elif not hasattr(type(member), "__get__"):
-                found[name] = member
-    if not isinstance(args, type):
-        found.update(getattr(args, "__dict__", {}))
-    return {name: value for name, value in found.items() if not name.startswith("_")}
-
-
 # ---------------------------------------------------------------------------------------------------- misspelt names
 
 
-def nearest(name: object, names: Collection[str]) -> str | None:
+def nearest(name: str, names: Collection[str]) -> str | None:
     """The one of ``names`` that ``name`` looks like a misspelling of, or None."""
     from difflib import get_close_matches
 
     def bare(text: str) -> str:
         return text.lower().replace("_", "").replace("-", "")
 
-    if not isinstance(name, str):
-        return None
     # Letters swapped, as in max_nrom or zgp; else nearly the same letters and length, so that
     # rollout_batch_size, a name of its own, is not taken for micro_rollout_batch_size.
     swapped = [other for other in sorted(names) if sorted(bare(other)) == sorted(bare(name))]

@@ -1,9 +1,12 @@
-"""Values of unknown kind: copies of them that share nothing with the original, and a way to compare and hash them."""
+"""Values of unknown kind: what an object holds, copies of it that share nothing, a way to compare and hash them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
+from types import MemberDescriptorType, SimpleNamespace
+
+from lightrft.errors import ConfigError
 
 
 def owned(value: object) -> object:
@@ -53,3 +56,40 @@ def _as_list(value: object) -> object:
     """What ``tolist`` gives, for the arrays that have it."""
     tolist = None if isinstance(value, type) else getattr(value, "tolist", None)
     return tolist() if callable(tolist) else value
+
+
+def shown(value: object) -> str:
+    """``repr``, cut to the length of half a line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def contents(args: object, wanted: Collection[str]) -> Mapping[object, object]:
+    """What ``args`` holds, by name: a mapping's items, or attributes of the object and of its class, not its methods.
+
+    A property is computed only if it is one of the names ``wanted``: those of other libraries' classes may do anything.
+    """
+    from argparse import Namespace
+
+    if isinstance(args, Mapping):
+        return dict(args)
+    if isinstance(args, Namespace | SimpleNamespace):
+        return {str(name): value for name, value in vars(args).items()}
+    if args is None or isinstance(args, str | bytes | int | float | complex | list | tuple | set | frozenset):
+        raise ConfigError(
+            f"Settings cannot be read from {shown(args)} of type {type(args).__name__}: "
+            "give a mapping, an argparse.Namespace or an object with attributes."
+        )
+    found: dict[object, object] = {}
+    is_class = isinstance(args, type)
+    for cls in reversed((args if isinstance(args, type) else type(args)).__mro__[:-1]):
+        for name, member in vars(cls).items():
+            # slots and properties answer through the object; what else has __get__ is a method of some kind
+            if isinstance(member, MemberDescriptorType) or (isinstance(member, property) and name in wanted):
+                if not is_class and hasattr(args, name):
+                    found[name] = getattr(args, name)
+            elif not hasattr(type(member), "__get__"):
+                found[name] = member
+    if not is_class:
+        found.update(getattr(args, "__dict__", {}))
+    return {name: value for name, value in found.items() if not str(name).startswith("_")}

@@ -1,0 +1,218 @@
+"""``lightrft demo | train | doctor``: the only file that prints.
+
+A user's mistake is a message on stderr and exit code 2 (``--debug`` shows the traceback); Ctrl-C saves and gives 130.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from attrs import evolve, frozen
+
+from lightrft.errors import USER_ERRORS
+
+if TYPE_CHECKING:
+    from lightrft.rlvr.config import TrainConfig
+    from lightrft.rlvr.session import Outcome
+
+OK, MISTAKE, INTERRUPTED = 0, 2, 130
+
+USAGE = """usage: lightrft COMMAND [options]
+
+  demo      train a real language model on a real task, in minutes
+  train     train your model on your task, with any setting
+  doctor    what this machine can run, and how to get what is missing
+
+`lightrft COMMAND --help` lists the options of a command."""
+
+T = TypeVar("T")
+
+
+@frozen(kw_only=True)
+class DemoOptions:
+    """Train a language model with GRPO until it answers with the bare number; see how it answered before and after."""
+
+    model: Literal["smollm2", "tiny"] = "smollm2"
+    """smollm2: a real pretrained model, some minutes. tiny: a random small model on a toy task, under a minute."""
+    output: str | None = None
+    """The run's directory; by default runs/demo, or runs/demo-tiny."""
+    steps: int | None = None
+    """Steps, if other than the demo's own."""
+    seed: int = 42
+    """Seed of everything random."""
+    resume: bool = False
+    """Go on with the run in the directory."""
+    overwrite: bool = False
+    """Delete the run in the directory and start again."""
+    quiet: bool = False
+    """Only the first and the last lines."""
+    debug: bool = False
+    """Show tracebacks and debug logs."""
+
+
+def parse(cls: type[T], words: Sequence[str], prog: str, default: T | None = None) -> T:
+    """The options, by tyro: flags and help from the class; a word that cannot be used exits with code 2."""
+    import tyro
+
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.SuppressFixed)
+    if default is None:
+        return tyro.cli(cls, args=words, prog=prog, config=config)
+    return tyro.cli(cls, args=words, prog=prog, default=default, config=config)
+
+
+def demo(words: Sequence[str]) -> int:
+    """``lightrft demo``."""
+    from lightrft.rlvr.demo import DEMOS
+
+    options = parse(DemoOptions, words, "lightrft demo")
+    config = DEMOS[options.model]
+    config = evolve(
+        config,
+        output=options.output or config.output,
+        steps=options.steps or config.steps,
+        strategy=evolve(config.strategy, seed=options.seed),
+    )
+    return train_and_report(config, options.resume, options.overwrite, options.quiet)
+
+
+def train(words: Sequence[str]) -> int:
+    """``lightrft train``."""
+    from lightrft.rlvr.config import TrainConfig, TrainOptions
+
+    file = settings_file(words)
+    start = TrainOptions() if file is None else TrainOptions(settings=read_settings(file, TrainConfig))
+    options = parse(TrainOptions, words, "lightrft train", start)
+    return train_and_report(options.settings, options.resume, options.overwrite, options.quiet)
+
+
+def settings_file(words: Sequence[str]) -> Path | None:
+    """The file whose settings the flags override: ``--config``, or with ``--resume`` that of the run itself."""
+    named = value_of(words, "--config")
+    if named is not None:
+        return Path(named)
+    output = value_of(words, "--output")
+    run = Path(output) / "config.toml" if output is not None else None
+    return run if "--resume" in words and run is not None and run.exists() else None
+
+
+def value_of(words: Sequence[str], flag: str) -> str | None:
+    """The value of a flag, before the real parser has run."""
+    for position, word in enumerate(words):
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+        if word == flag and position + 1 < len(words):
+            return words[position + 1]
+    return None
+
+
+def read_settings(file: Path, cls: type[T]) -> T:
+    """An attrs class out of a file. One error lists every bad value."""
+    from lightrft.strategy.flags import load_config_file
+    from lightrft.strategy.structuring import structure
+
+    return structure(cls, load_config_file(file))
+
+
+def train_and_report(config: TrainConfig, resume: bool, overwrite: bool, quiet: bool) -> int:
+    """Runs, and says how it went."""
+    from lightrft.rlvr.session import run
+
+    outcome = run(config, resume=resume, overwrite=overwrite, quiet=quiet, announce=print)
+    if outcome.rank == 0:
+        print(summary(outcome))
+    return INTERRUPTED if outcome.stopped else OK
+
+
+def summary(outcome: Outcome) -> str:
+    """The last lines of a run: how well it answers, where everything is, what to do next."""
+    lines = []
+    if outcome.before is not None and outcome.after is not None:
+        gained = 100 * (outcome.after - outcome.before)
+        lines.append(
+            f"held-out accuracy: {outcome.before:.1%} before, {outcome.after:.1%} after ({gained:+.1f} points)"
+        )
+    elif outcome.after is not None:
+        lines.append(f"held-out accuracy: {outcome.after:.1%}")
+    lines += [f"  {name:<12} {outcome.directory / file}" for name, file in LEFT_BEHIND.items()]
+    if outcome.stopped:
+        lines.append(f"stopped after step {outcome.steps}. Go on: lightrft train --resume --output {outcome.directory}")
+    return "\n".join(lines)
+
+
+LEFT_BEHIND: Mapping[str, str] = MappingProxyType(
+    {
+        "chart": "reward.png",
+        "transcripts": "transcripts.md",
+        "metrics": "metrics.jsonl",
+        "settings": "config.toml",
+        "checkpoints": "checkpoints",
+    }
+)
+"""What a run leaves in its directory."""
+
+
+def doctor(words: Sequence[str]) -> int:
+    """``lightrft doctor``."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lightrft.doctor import examine
+
+    parse(DoctorOptions, words, "lightrft doctor")
+    table = Table("", "", "", "found", "to get it", title="lightrft doctor", title_justify="left")
+    for finding in examine():
+        mark = "[green]yes[/]" if finding.usable else "[yellow]no[/]"
+        table.add_row(finding.kind, finding.name, mark, finding.detail, finding.remedy.replace("[", "\\["))
+    console = Console()
+    # A narrow pipe must not cut an install line in two.
+    console.print(table, width=None if console.is_terminal else max(console.width, 140))
+    return OK
+
+
+@frozen
+class DoctorOptions:
+    """Show which backends and engines this machine can run, versions, devices, and how to get what is missing."""
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
+    {"demo": demo, "train": train, "doctor": doctor}
+)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs a command and exits with its code."""
+    sys.exit(run_command(sys.argv[1:] if words is None else words))
+
+
+def run_command(words: Sequence[str]) -> int:
+    """The exit code of a command: 0, 2 for a user's mistake, 130 when interrupted."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return OK if words else MISTAKE
+    if words[0] == "--version":
+        from lightrft import __version__
+
+        print(f"lightrft {__version__}")
+        return OK
+    command = COMMANDS.get(words[0])
+    if command is None:
+        print(f"lightrft: there is no command {words[0]!r}.\n\n{USAGE}", file=sys.stderr)
+        return MISTAKE
+    debug = "--debug" in words
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("lightrft").setLevel(logging.DEBUG if debug else logging.INFO)
+    try:
+        return command(words[1:])
+    except USER_ERRORS as error:
+        if debug:
+            raise
+        print(f"lightrft: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("lightrft: interrupted.", file=sys.stderr)
+        return INTERRUPTED
