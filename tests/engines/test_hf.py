@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.engines.hf import HfEngine, Watcher, batches, end_of, hf
+from lightrft.engines.hf import HfEngine, Watcher, batches, end_of, hf, hugging_face_config
 from lightrft.engines.protocol import Completion, Engine, Request, Sampling
 from lightrft.errors import EngineError, UnsupportedOperation
-
-if TYPE_CHECKING:
-    from transformers import Qwen2ForCausalLM
 
 pytest.importorskip("transformers")
 
@@ -27,7 +24,7 @@ PROMPTS = [(3, 5, 8), (9,), (7, 7, 1, 2, 60, 100, 4), (9,), (11, 12), (3, 5, 8)]
 
 
 @cache
-def tiny() -> Qwen2ForCausalLM:
+def tiny() -> Any:  # transformers leaves most of a model untyped
     """Random, but with logits far enough apart that a wrong mask or position shows, and dropout that would show too."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -53,7 +50,7 @@ def tiny() -> Qwen2ForCausalLM:
     return model
 
 
-def fresh() -> Qwen2ForCausalLM:
+def fresh() -> Any:
     return copy.deepcopy(tiny())
 
 
@@ -73,17 +70,18 @@ def requests(prompts: Sequence[Sequence[int]]) -> list[Request]:
     return [Request(prompt) for prompt in prompts]
 
 
-def teacher_forced(model: torch.nn.Module, completion: Completion, temperature: float) -> torch.Tensor:
+def teacher_forced(model: Any, completion: Completion, temperature: float) -> torch.Tensor:
     """Log-probabilities of the output, from one forward of the whole sequence, alone and unpadded."""
     start = len(completion.prompt_token_ids)
     ids = torch.tensor([completion.prompt_token_ids + completion.output_token_ids])
     model.eval()
     with torch.no_grad():
         logprobs = (model(input_ids=ids).logits[0] / temperature).log_softmax(-1)
-    return logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+    drawn: torch.Tensor = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+    return drawn
 
 
-def greedy_alone(model: Qwen2ForCausalLM, prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+def greedy_alone(model: Any, prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
     """Greedy decoding without a cache, a batch or ``generate``."""
     ids = list(prompt)
     model.eval()
@@ -292,12 +290,10 @@ def test_R5_no_prompts_give_no_completions() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_R7_the_module_is_afterwards_what_it_was(fails: bool) -> None:
-    from transformers import GenerationConfig
-
     model = fresh()
     model.train()
     model.model.layers[1].eval()
-    model.generation_config = GenerationConfig(top_p=0.1, temperature=0.1, repetition_penalty=9.0)
+    model.generation_config = hugging_face_config(top_p=0.1, temperature=0.1, repetition_penalty=9.0)
     config, before = model.generation_config, model.generation_config.to_dict()
     modes = [module.training for module in model.modules()]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -315,13 +311,11 @@ def test_R7_the_module_is_afterwards_what_it_was(fails: bool) -> None:
 
 
 def test_R7_a_generation_config_shipped_with_the_model_does_not_leak_into_ours() -> None:
-    from transformers import GenerationConfig
-
     model = fresh()
     plain = hf(model).generate(requests(PROMPTS), Sampling(max_new_tokens=6, n=3, seed=3))
     greedy = hf(model).generate(requests(PROMPTS), Sampling(max_new_tokens=6, temperature=0.0))
     banned = plain[0].output_token_ids[0]
-    model.generation_config = GenerationConfig(
+    model.generation_config = hugging_face_config(
         do_sample=True,
         top_p=0.1,
         top_k=3,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import MakeStrategy
 from lightrft.engines.protocol import Completion
+from lightrft.ops.collectives import AllGatherAlone
 from lightrft.ops.lengths import (
     Lengths,
     LengthStatistics,
@@ -67,11 +67,10 @@ def test_R9_statistics_of_ranks_are_those_of_all_completions_together(parts: lis
     assert length_statistics(merge(reversed(parts))) == length_statistics(together)
 
 
-def test_R9_gathering_keeps_lengths_and_flags(make_strategy: MakeStrategy) -> None:
-    strategy = make_strategy()
+def test_R9_gathering_keeps_lengths_and_flags() -> None:
     lengths = Lengths((4, 2, 9), (False, True, False))
-    assert gather_lengths(lengths, strategy.all_gather) == lengths
-    assert gather_lengths(NONE, strategy.all_gather) == NONE
+    assert gather_lengths(lengths, AllGatherAlone()) == lengths
+    assert gather_lengths(NONE, AllGatherAlone()) == NONE
 
 
 def test_R9_lengths_and_flags_come_in_pairs() -> None:
@@ -87,10 +86,13 @@ def test_R9_plots_every_so_many_steps() -> None:
 def test_R9_histogram_to_tensorboard_and_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]  # no py.typed
+        EventAccumulator,
+    )
 
     for step, tokens in ((1, (3, 5, 5)), (20, (0,))):
         picture = write_histogram(Lengths(tokens, (False,) * len(tokens)), tmp_path, step)
+        assert picture is not None
         assert picture == tmp_path / "lengths" / f"step{step:06d}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -43,6 +44,11 @@ def named_weights(model: Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters by their names in the plain module; tied ones once."""
     for name, parameter in unwrap_model(model).named_parameters():
         yield name, parameter.detach()
+
+
+def cache_keyword(model: Module) -> str:
+    """The keyword of a language model's forward for keys and values: transformers renames ``past_key_values`` to ``cache``."""
+    return "cache" if "cache" in inspect.signature(unwrap_model(model).forward).parameters else "past_key_values"
 
 
 def place(model: Module, device: torch.device) -> Module:

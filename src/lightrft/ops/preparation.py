@@ -80,7 +80,9 @@ class PrepareEach:
         ready = self._model(model, optimizer)
         if ready is model:
             return item
-        return (ready, optimizer, scheduler[0]) if scheduler and optimizer is not None else (ready, optimizer)
+        if optimizer is None:
+            return ready, None
+        return (ready, optimizer, scheduler[0]) if scheduler else (ready, optimizer)
 
     def _model(self, model: Module, optimizer: Optimizer | None) -> Module:
         if model in self.state.prepared:

@@ -253,7 +253,8 @@ def rollout_advantages(trainer: Trainer, rollout: Rollout) -> Tensor:
     if config.reward_running_norm:
         trainer.seen.moments = updated_moments(trainer.seen.moments, clip_to(rewards_Gn, config.reward_clip))
     advantages_B = advantages_of(rewards_Gn, config, trainer.seen.moments).view(-1)
-    return advantages_B.split([len(rewards) for rewards in of_ranks])[strategy.get_rank()]
+    before = sum(len(rewards) for rewards in of_ranks[: strategy.get_rank()])
+    return advantages_B[before : before + len(rewards_B)]
 
 
 def train_step(trainer: Trainer, step: int) -> dict[str, float]:

@@ -75,7 +75,8 @@ def encode_prompt(tokenizer: Tokenizer, question: str, system: str | None = None
     """The question as token ids, by the tokenizer's chat template where it has one.
 
     ``system`` None leaves the system message to the template, which may put in its own; a text is the system message;
-    the empty text is no system message at all, the shortest prompt. Without a template the texts are encoded as they are.
+    the empty text is no system message at all, the shortest prompt. Without a template the texts are encoded as they
+    are.
     """
     if tokenizer.chat_template:
         return tokenizer.encode(chat_text(tokenizer, question, system), add_special_tokens=False)
@@ -208,7 +209,13 @@ def load_pretrained(spec: str | Path) -> tuple[Module, Tokenizer]:
 # -- GGUF ------------------------------------------------------------------------------------------------------------
 
 
-def load_gguf(file: Path, cache: Path | None = None) -> tuple[Module, Tokenizer]:
+class Convert(Protocol):
+    """Makes a plain model of a file."""
+
+    def __call__(self, file: Path, /) -> tuple[PreTrainedModel, Tokenizer]: ...
+
+
+def load_gguf(file: Path, cache: Path | None = None, convert: Convert | None = None) -> tuple[Module, Tokenizer]:
     """A GGUF model as float32 weights, converted once and kept in ``cache``.
 
     Converting takes about 17 s for 135 M parameters, of which 3 s go to the weights: the reader parses the vocabulary
@@ -222,7 +229,7 @@ def load_gguf(file: Path, cache: Path | None = None) -> tuple[Module, Tokenizer]
         except TaskError as error:
             logger.warning("converting %s again: %s", file.name, error)
             shutil.rmtree(kept, ignore_errors=True)
-    model, tokenizer = convert_gguf(file)
+    model, tokenizer = (convert or convert_gguf)(file)
     try:
         keep(model, tokenizer, kept)
     except OSError as error:

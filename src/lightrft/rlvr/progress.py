@@ -75,7 +75,7 @@ def plain_line(seen: Seen, metrics: Mapping[str, float], now: float) -> str:
 def last_line(seen: Seen, now: float) -> str:
     """What the run came to."""
     ended = "done" if seen.step >= seen.total_steps else "stopped"
-    results = {name: seen.metrics[name] for name in ("reward", "accuracy") if name in seen.metrics}
+    results = {name: value for name, value in seen.metrics.items() if name in ("reward", "accuracy")}
     parts = [f"{ended}: step {seen.step}/{seen.total_steps}", *(f"{label} {text}" for label, text in shown(results))]
     return "  ".join([*parts, f"in {clock_time(now - seen.began)}"])
 

@@ -300,6 +300,7 @@ def draw_chart(run: RunDirectory) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.03)
     panels[-1].set_xlabel("Step", fontsize=11)
+    figure.align_ylabels()
     figure.suptitle(run.path.name or "run", fontsize=13)
     partial = run.chart.with_name(run.chart.name + PARTIAL)
     figure.savefig(partial, format="png")
