@@ -164,13 +164,16 @@ def doctor(words: Sequence[str]) -> int:
     from lightrft.doctor import examine
 
     parse(DoctorOptions, words, "lightrft doctor")
-    table = Table("", "", "", "found", "to get it", title="lightrft doctor", title_justify="left")
-    for finding in examine():
-        mark = "[green]yes[/]" if finding.usable else "[yellow]no[/]"
-        table.add_row(finding.kind, finding.name, mark, finding.detail, finding.remedy.replace("[", "\\["))
+    findings = examine()
+    table = Table("", "", "usable", "found")
+    for finding in findings:
+        table.add_row(finding.kind, finding.name, "[green]yes" if finding.usable else "[yellow]no", finding.detail)
     console = Console()
-    # A narrow pipe must not cut an install line in two.
-    console.print(table, width=None if console.is_terminal else max(console.width, 140))
+    console.print(table)
+    # Apart from the table, whose cells would cut a line to type in two.
+    remedies = [f"  {f.kind} {f.name}: {f.remedy}" for f in findings if f.remedy]
+    if remedies:
+        console.print("To get what is missing:", *remedies, sep="\n", markup=False, highlight=False, soft_wrap=True)
     return OK
 
 

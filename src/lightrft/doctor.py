@@ -62,7 +62,7 @@ def machine() -> list[Finding]:
             Finding("device", f"cuda:{index}", True, f"{properties.name}, {properties.total_memory / 1e9:.0f} GB")
         )
     if not torch.cuda.is_available():
-        findings.append(Finding("device", "cuda", False, "torch sees no CUDA device", "runs on the CPU"))
+        findings.append(Finding("device", "cuda", False, "torch sees no CUDA device"))
     return findings
 
 
@@ -72,7 +72,7 @@ def backends() -> list[Finding]:
     for name in BUILT_IN:
         part = find_spec(f"lightrft.backends.{name}") is not None
         detail = "one process" if part else "not part of this version"
-        findings.append(Finding("backend", name, part, detail, "" if part else "use backend='local'"))
+        findings.append(Finding("backend", name, part, detail, "" if part else "not yet: use --backend local"))
     for name, point in registered_backends().items():
         findings.append(Finding("backend", name, True, f"registered by {point.value}"))
     return findings
@@ -88,7 +88,7 @@ def engines() -> list[Finding]:
             )
         elif name not in DRIVEN:
             findings.append(
-                Finding("engine", name, False, f"{library} is installed, not driven by this version", "use engine 'hf'")
+                Finding("engine", name, False, f"{library} is installed, not driven by this version", "not yet: use --engine-type hf")
             )
         else:
             findings.append(Finding("engine", name, True, f"{library} {installed(library)}, shares the trainer's weights"))

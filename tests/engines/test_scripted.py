@@ -49,6 +49,8 @@ def test_R7_limits_and_stops() -> None:
     assert (exact.output_token_ids, exact.finish_reason) == ((7, 8, 9), "length")
     (ended,) = generate(engine, A, max_new_tokens=4)
     assert (ended.output_token_ids, ended.finish_reason) == ((7, 8, 9), "stop")
+    (late,) = generate(engine, A, max_new_tokens=2, stop_token_ids=[9])
+    assert (late.output_token_ids, late.finish_reason) == ((7, 8), "length")
     (stopped,) = generate(engine, A, stop_token_ids=[8], logprobs=False)
     assert (stopped.output_token_ids, stopped.logprobs, stopped.finish_reason) == ((7, 8), None, "stop")
 

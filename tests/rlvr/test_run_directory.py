@@ -206,10 +206,10 @@ def test_transcripts_are_readable(run: RunDirectory) -> None:
     ]
 
 
-def test_a_section_written_again_takes_the_older_ones_place_and_leaves_the_others(run: RunDirectory) -> None:
-    for answer in ("first", "second"):
-        write_transcripts(run, "Before", [Transcript("q", "a", "kept", 0.0)])
-        write_transcripts(run, "Before training", [Transcript("q", "a", answer, 0.0)])
+def test_a_section_written_again_replaces_the_older_one_and_leaves_the_others(run: RunDirectory) -> None:
+    for title, answer in (("Before training", "first"), ("Before", "kept"), ("Before training", "second")):
+        write_transcripts(run, title, [Transcript("q", "a", answer, 0.0)])
+    write_transcripts(run, "Before", [Transcript("q", "a", "kept", 0.0)])
     text = run.transcripts.read_text()
     assert "first" not in text
     assert text.count("second") == text.count("kept") == 1

@@ -144,6 +144,12 @@ def test_reasoning_gym_has_its_own_verifier() -> None:
     assert tasks == load("reasoning-gym:chain_sum?max_terms=3&allow_negation=false&max_digits=1")
 
 
+def test_reasoning_gym_white_space_around_an_answer_costs_nothing() -> None:
+    task = load("reasoning-gym:letter_counting", size=4).train[0]  # compared as text by its verifier
+    assert task.score is not None
+    assert task.score(f" {task.answer}\n") == 1.0
+
+
 def test_reasoning_gym_nonsense_that_a_verifier_cannot_parse_is_wrong_not_an_error() -> None:
     task = load("reasoning-gym:prime_factorization", size=4).train[0]
     assert task.score is not None

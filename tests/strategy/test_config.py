@@ -470,6 +470,16 @@ def test_C3_nothing_is_dropped(extras: dict[str, object]) -> None:
     assert config.get_extra_arg("absent", 7) == 7
 
 
+def test_C3_extra_args_and_other_names_are_joined() -> None:
+    for args in ({"extra_args": {"one": 1}, "two": 2}, argparse.Namespace(extra_args={"one": 1}, two=2)):
+        assert StrategyConfig.from_args(args).extra_args == {"one": 1, "two": 2}
+
+
+def test_C3_names_that_begin_with_an_underscore_are_kept_too() -> None:
+    for args in ({"_mine": 1}, argparse.Namespace(_mine=1)):
+        assert StrategyConfig.from_args(args).extra_args == {"_mine": 1}
+
+
 def test_C3_a_given_none_is_not_the_default() -> None:
     assert StrategyConfig.from_args({"mine": None}).get_extra_arg("mine", 5) is None
 
@@ -581,6 +591,13 @@ def test_C4_different_extra_arguments_are_different_configs() -> None:
     for one, other in pairs:
         assert StrategyConfig(extra_args={"mine": one}) != StrategyConfig(extra_args={"mine": other})
     assert StrategyConfig(extra_args={"mine": None}) != StrategyConfig()
+
+
+def test_C4_nan_equals_nan() -> None:
+    one, twin = (StrategyConfig(extra_args={"mine": [float("nan")]}) for _ in range(2))
+    assert one == twin
+    assert hash(one) == hash(twin)
+    assert from_dict(json.loads(json.dumps(to_dict(one)))) == one
 
 
 def test_C4_frozen() -> None:

@@ -37,9 +37,10 @@ def group_centred(rewards_Gn: Tensor) -> Tensor:
 
 
 def standardised(values: Tensor) -> Tensor:
-    """All values less their mean, over their standard deviation (n - 1 in its denominator) + eps. One alone gives 0."""
-    centred = values - values.mean()
-    return centred / (values.std() + EPS) if values.numel() > 1 else torch.zeros_like(values)
+    """All values less their mean, over their standard deviation (n - 1 in its denominator) + eps; 0 if all are equal."""
+    if values.max() == values.min():
+        return torch.zeros_like(values)
+    return (values - values.mean()) / (values.std() + EPS)
 
 
 def group_norm(rewards_Gn: Tensor) -> Tensor:

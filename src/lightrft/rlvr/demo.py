@@ -39,11 +39,11 @@ TINY = TrainConfig(
         backend="local",
         engine_type="hf",
         bf16=False,
-        train_batch_size=128,
-        micro_train_batch_size=128,
+        train_batch_size=256,
+        micro_train_batch_size=256,
         n_samples_per_prompt=16,
-        actor_learning_rate=3e-3,
-        lr_warmup_ratio=0.0,
+        actor_learning_rate=1e-3,
+        lr_warmup_ratio=0.05,
     ),
 )
 """A random model of 0.1 million parameters learns to copy a digit."""

@@ -126,6 +126,7 @@ def tiny_model() -> PreTrainedModel:
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=ids["<eos>"],
         pad_token_id=ids["<pad>"],

@@ -72,8 +72,8 @@ def additions() -> list[Task]:
 
 
 def copying() -> list[Task]:
-    """A toy for a random model: the last of two digits, ``47=`` -> ``7``. Held-out pairs hold digits that were seen."""
-    return [Task(f"{a}{b}=", str(b)) for a in range(10) for b in range(10)]
+    """A toy for a random model: the first of two digits, ``47=`` -> ``4``. Held-out pairs hold digits that were seen."""
+    return [Task(f"{a}{b}=", str(a)) for a in range(10) for b in range(10)]
 
 
 def read_line(raw: bytes) -> Task:

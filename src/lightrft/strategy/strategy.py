@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from lightrft.errors import ConfigError, UnsupportedOperation
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.protocol import BuildStrategy, Strategy
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "lightrft.backends"
 """Third parties register by an entry point of this group: its name is the backend's, its value ``package.module:build``."""
@@ -24,6 +26,8 @@ def chosen_backend(config: StrategyConfig) -> str:
 
 def registered_backends() -> dict[str, EntryPoint]:
     """The backends of installed third parties. A built-in name is never taken over."""
+    from importlib.metadata import entry_points  # slow to import, and needed for third parties alone
+
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
 

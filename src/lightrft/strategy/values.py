@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Hashable, Mapping
-from types import MemberDescriptorType, SimpleNamespace
+from types import MemberDescriptorType
 
 from lightrft.errors import ConfigError
 
@@ -72,8 +72,8 @@ def contents(args: object, wanted: Collection[str]) -> Mapping[object, object]:
     from argparse import Namespace
 
     if isinstance(args, Mapping):
-        return dict(args)
-    if isinstance(args, Namespace | SimpleNamespace):
+        return args
+    if isinstance(args, Namespace):
         return {str(name): value for name, value in vars(args).items()}
     if args is None or isinstance(args, str | bytes | int | float | complex | list | tuple | set | frozenset):
         raise ConfigError(
