@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, cast
 
@@ -57,7 +58,7 @@ def peak_gigabytes() -> float:
 
 def measured(ends: list[float], completion_tokens: list[int], prompt_tokens: int) -> Measured:
     """Figures out of the times at which the steps ended, the first being the warm-up."""
-    durations = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    durations = [after - before for before, after in pairwise(ends)]
     median = statistics.median(durations)
     tokens = statistics.median(completion_tokens[1:])
     return Measured(
@@ -115,14 +116,19 @@ def run_trl(job: Job) -> Measured:
     model, tokenizer = load_policy(job.model)
     tasks = load_tasks("additions", held_out=1 / 3, seed=42, size=81).train
     asked = [
-        {"prompt": chat_text(tokenizer, t.question, None) if tokenizer.chat_template else t.question, "answer": t.answer}
+        {
+            "prompt": chat_text(tokenizer, t.question, None) if tokenizer.chat_template else t.question,
+            "answer": t.answer,
+        }
         for t in tasks
     ]
     batch = job.prompts * job.group
     ends: list[float] = []
     tokens: list[int] = []
 
-    def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **rest: object) -> list[float]:
+    def reward(
+        completions: list[str], answer: list[str], completion_ids: list[list[int]], **rest: object
+    ) -> list[float]:
         tokens.append(sum(map(len, completion_ids)))
         return [additions_reward(Task("", right), text) for text, right in zip(completions, answer, strict=True)]
 

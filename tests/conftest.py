@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from support import MakeStrategy
-
 from lightrft import StrategyConfig
 from lightrft.backends import fake, local
 from lightrft.strategy.record import StrategyRecord
+from support import MakeStrategy
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile(

@@ -101,7 +101,9 @@ def test_ctrl_c_saves_and_is_130(tmp_path: Path) -> None:
     tag = (run / "checkpoints" / "latest").read_text().strip()
     steps = [row["step"] for row in metrics(run) if "loss" in row]
     assert tag == f"step{int(steps[-1])}"
-    assert cli.run_command(["train", "--resume", "--output", str(run), "--steps", str(int(steps[-1]) + 1), "--quiet"]) == 0
+    assert (
+        cli.run_command(["train", "--resume", "--output", str(run), "--steps", str(int(steps[-1]) + 1), "--quiet"]) == 0
+    )
 
 
 def test_mistakes_name_the_culprit_and_write_nothing(
@@ -142,7 +144,9 @@ def test_mistakes_name_the_culprit_and_write_nothing(
 
 def test_one_error_lists_every_bad_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.toml"
-    file.write_text('steps = 0\n[strategy]\nzero_stage = 4\nbf16 = "maybe"\ntrain_batch_size = 8.5\nactor_learning_rate = -1\n')
+    file.write_text(
+        'steps = 0\n[strategy]\nzero_stage = 4\nbf16 = "maybe"\ntrain_batch_size = 8.5\nactor_learning_rate = -1\n'
+    )
     said = refused(capsys, "train", "--config", str(file))
     for name in ("zero_stage", "bf16", "train_batch_size", "actor_learning_rate"):
         assert name in said
@@ -186,7 +190,11 @@ def test_doctor_names_what_is_missing_and_the_line_that_gets_it(capsys: pytest.C
 def test_demo_tiny_learns_in_under_a_minute(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     result = subprocess.run(
-        command("demo", "--model", "tiny", "--output", str(run)), capture_output=True, text=True, check=False, timeout=180
+        command("demo", "--model", "tiny", "--output", str(run)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
     )
     assert result.returncode == 0, result.stderr
     assert "held-out accuracy" in result.stdout

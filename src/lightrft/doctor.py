@@ -88,10 +88,18 @@ def engines() -> list[Finding]:
             )
         elif name not in DRIVEN:
             findings.append(
-                Finding("engine", name, False, f"{library} is installed, not driven by this version", "not yet: use --engine-type hf")
+                Finding(
+                    "engine",
+                    name,
+                    False,
+                    f"{library} is installed, not driven by this version",
+                    "not yet: use --engine-type hf",
+                )
             )
         else:
-            findings.append(Finding("engine", name, True, f"{library} {installed(library)}, shares the trainer's weights"))
+            findings.append(
+                Finding("engine", name, True, f"{library} {installed(library)}, shares the trainer's weights")
+            )
     return findings
 
 

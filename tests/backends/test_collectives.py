@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import MakeStrategy
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from lightrft import weighted_mean
 from lightrft.strategy.protocol import ReduceOp
+from support import MakeStrategy
 
 OPS: tuple[ReduceOp, ...] = ("mean", "sum", "max", "min")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -34,7 +34,9 @@ trees = st.recursive(tensors() | numbers, lambda inner: st.dictionaries(st.text(
 
 def equal(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
-        return isinstance(second, dict) and list(first) == list(second) and all(equal(first[k], second[k]) for k in first)
+        return (
+            isinstance(second, dict) and list(first) == list(second) and all(equal(first[k], second[k]) for k in first)
+        )
     if isinstance(first, Tensor):
         return first.shape == second.shape and torch.equal(first.double(), second.double())
     return bool(first == second)

@@ -9,7 +9,6 @@ from typing import cast
 
 import pytest
 import torch
-from support import MakeStrategy
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 from lightrft import token_mean_scale
 from lightrft.strategy.record import StrategyRecord
+from support import MakeStrategy
 
 
 class Line(nn.Module):

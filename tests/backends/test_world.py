@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import MakeStrategy
 from torch import Tensor, nn
 
 from lightrft import StrategyConfig, get_fake_strategy, get_strategy
 from lightrft.errors import ConfigError, UnsupportedOperation
 from lightrft.ops.world import World, discover
+from support import MakeStrategy
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -24,7 +24,9 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def python(code: str, **environ: str) -> str:
     """Standard output of a fresh interpreter without launcher variables."""
     clean = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
-    result = subprocess.run([sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -94,7 +96,7 @@ def test_W2_half_set_and_impossible_environments() -> None:
 def test_local_says_what_to_do_under_a_launcher_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedOperation, match="local.*world_size=2.*fsdp"):
+    with pytest.raises(UnsupportedOperation, match=r"local.*world_size=2.*fsdp"):
         get_strategy({"backend": "local"})
     assert get_fake_strategy().world_size == 1
 
@@ -194,7 +196,7 @@ def test_FC20_arguments_are_left_alone_and_shared_by_nothing() -> None:
 
 def test_C5_batch_sizes_that_do_not_fit_are_refused_at_once() -> None:
     for backend in ("fake", "local"):
-        with pytest.raises(ConfigError, match="10.*4|4.*10"):
+        with pytest.raises(ConfigError, match=r"10.*4|4.*10"):
             get_strategy({"backend": backend, "train_batch_size": 10, "micro_train_batch_size": 4})
 
 

@@ -14,7 +14,7 @@ from lightrft.errors import ConfigError, UnsupportedOperation
 from lightrft.rlvr import grpo
 from lightrft.rlvr.config import TrainConfig, checked, prompts_per_rollout
 from lightrft.rlvr.session import build_trainer
-from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.config import StrategyConfig, to_dict
 from lightrft.strategy.strategy import get_strategy
 
 STRATEGY = StrategyConfig(
@@ -39,7 +39,7 @@ def trainer_of(config: TrainConfig) -> grpo.Trainer:
 
 
 def with_strategy(**fields: object) -> TrainConfig:
-    return evolve(CONFIG, strategy=evolve(STRATEGY, **fields))
+    return evolve(CONFIG, strategy=StrategyConfig.from_args({**to_dict(STRATEGY), **fields}))
 
 
 def with_sgd(trainer: grpo.Trainer, lr: float) -> grpo.Trainer:

@@ -33,7 +33,8 @@ def alone(model: nn.Module, completion: Completion) -> Tensor:
     ids = torch.tensor([completion.prompt_token_ids + completion.output_token_ids])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(completion.prompt_token_ids) - 1 : -1]
     tokens = torch.tensor(completion.output_token_ids)
-    return logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    logprobs: Tensor = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    return logprobs
 
 
 @settings(max_examples=20)
@@ -68,7 +69,7 @@ def test_gradient_checkpointing_keeps_no_cache_and_changes_nothing() -> None:
     rows = [Completion((5, 6), (7, 8), None, "stop"), Completion((5, 6), (9, 4, 3), None, "stop")]
     batch = completion_batch(rows, torch.device("cpu"))
     expected = completion_logprobs(checkpointed, batch)
-    checkpointed.gradient_checkpointing_enable()
+    checkpointed.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]  # transformers' own
     found = completion_logprobs(checkpointed.train(), batch)
     mask = batch.output_mask_BT.bool()
     torch.testing.assert_close(found[mask], expected[mask], atol=1e-5, rtol=1e-5)

@@ -42,7 +42,7 @@ def test_the_seed_makes_the_split() -> None:
 def test_copy_can_be_learned_without_meeting_the_held_out_questions() -> None:
     tasks = load("copy")
     assert {t.answer for t in tasks.held_out} <= {t.answer for t in tasks.train}
-    assert all(t.question[-2] == t.answer for t in (*tasks.train, *tasks.held_out))
+    assert all(t.answer in t.question for t in (*tasks.train, *tasks.held_out))
 
 
 @given(

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import attrs
 import pytest
-from support import MakeStrategy
 
 from lightrft.strategy import protocol
 from lightrft.strategy.record import Bound, StrategyRecord, bind, compose
+from support import MakeStrategy
 
 MISSING = inspect.Parameter.empty
 
@@ -142,7 +142,9 @@ def test_S3_the_protocols_have_them_too(operation: str) -> None:
 
 
 def test_S3_nothing_is_missing_and_nothing_is_beside() -> None:
-    members = {name for cls in inspect.getmro(protocol.Strategy) for name, m in vars(cls).items() if isinstance(m, property)}
+    members = {
+        name for cls in inspect.getmro(protocol.Strategy) for name, m in vars(cls).items() if isinstance(m, property)
+    }
     assert members == SEEDS.keys() | FACTS
     fields = {field.name for field in attrs.fields(StrategyRecord)}
     properties = {name for name, member in vars(StrategyRecord).items() if isinstance(member, property)}

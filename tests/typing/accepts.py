@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from contextlib import AbstractContextManager
+from typing import assert_type
 
 import torch
 from attrs import evolve
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import assert_type
 
 from lightrft import FakeStrategy, StepOutcome, Strategy, StrategyConfig, get_fake_strategy, get_strategy
 from lightrft.backends import fake, local

@@ -47,7 +47,9 @@ def refuse_unknown(operation: str, unknown: Iterable[str]) -> None:
 def check_loss(loss: Tensor) -> None:
     """Refuses a loss from which no gradient of one micro-batch can come."""
     if loss.numel() != 1:
-        raise ValueError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}. Pass the mean over the micro-batch.")
+        raise ValueError(
+            f"backward needs a scalar loss, got shape {tuple(loss.shape)}. Pass the mean over the micro-batch."
+        )
     if not loss.requires_grad:
         raise ValueError(
             "backward got a loss that needs no gradient. Compute it outside torch.no_grad(), from a model whose "

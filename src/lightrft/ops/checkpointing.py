@@ -150,7 +150,9 @@ def load_model(
     source, plain = Path(path), unwrap_model(model)
     files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
     if not files or not all(file.is_file() for file in files):
-        raise CheckpointError(f"{source}: no safetensors file there. Pass a file, or a directory that save_model wrote.")
+        raise CheckpointError(
+            f"{source}: no safetensors file there. Pass a file, or a directory that save_model wrote."
+        )
     weights: Mapping[str, Tensor] = {}
     for file in files:
         try:

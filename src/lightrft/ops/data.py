@@ -76,7 +76,7 @@ def setup_dataloader(
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}: a batch has at least 1 sample.")
     if sampler is None:
-        if length and not 0 <= consumed_samples:
+        if length and not consumed_samples >= 0:
             raise ConfigError(f"consumed_samples={consumed_samples}: pass 0 or more.")
         epoch, consumed = divmod(consumed_samples, length) if length else (0, 0)
         sampler = EpochSampler(
@@ -84,7 +84,9 @@ def setup_dataloader(
             epoch, consumed,
         )  # fmt: skip
     elif consumed_samples:
-        raise ConfigError("consumed_samples goes with the strategy's own sampler. Let yours skip, or pass sampler=None.")
+        raise ConfigError(
+            "consumed_samples goes with the strategy's own sampler. Let yours skip, or pass sampler=None."
+        )
     return DataLoader(
         cast("TorchDataset[T]", replay_buffer),
         batch_size=batch_size,

@@ -22,7 +22,9 @@ def seed_all(seed: int) -> None:
 
 def derived_seed(seed: int, *path: int) -> int:
     """A seed of its own for each ``path``, well mixed, so that neighbouring ranks share no stream."""
-    return int(np.random.SeedSequence(entropy=abs(seed), spawn_key=path).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(
+        np.random.SeedSequence(entropy=abs(seed), spawn_key=path).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    )
 
 
 def seed_rank(state: RunState) -> None:

@@ -37,7 +37,7 @@ def group_centred(rewards_Gn: Tensor) -> Tensor:
 
 
 def standardised(values: Tensor) -> Tensor:
-    """All values less their mean, over their standard deviation (n - 1 in its denominator) + eps; 0 if all are equal."""
+    """All values less their mean, over their standard deviation (n - 1 in its denominator) + eps; 0 if all agree."""
     if values.max() == values.min():
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.std() + EPS)
@@ -105,6 +105,15 @@ def informative_groups(rewards_Gn: Tensor) -> Tensor:
     return rewards_Gn.amax(1) != rewards_Gn.amin(1)
 
 
+def check_overlong_buffer(buffer_len: int, max_len: int) -> None:
+    """Raises ``ConfigError`` where the buffer is longer than the completion."""
+    if not 1 <= buffer_len <= max_len:
+        raise ConfigError(
+            f"overlong_buffer_len={buffer_len} is not from 1 to max_new_tokens={max_len}: it is the last part of a "
+            f"completion. Use {max(1, max_len // 4)}, or more new tokens."
+        )
+
+
 def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: float) -> Tensor:
     """Soft punishment of long completions, to be added to the rewards (DAPO, arXiv:2503.14476, equation 13).
 
@@ -112,11 +121,7 @@ def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: 
     ``lengths`` in tokens, any shape -> float32 of that shape. Raises ``ConfigError`` where the buffer is longer than
     the completion.
     """
-    if not 1 <= buffer_len <= max_len:
-        raise ConfigError(
-            f"overlong_buffer_len={buffer_len} is not from 1 to max_new_tokens={max_len}: it is the last part of a "
-            f"completion. Use {max(1, max_len // 4)}, or more new tokens."
-        )
+    check_overlong_buffer(buffer_len, max_len)
     excess = (lengths.float() - (max_len - buffer_len)) / buffer_len
     return -factor * excess.clamp(0.0, 1.0)
 

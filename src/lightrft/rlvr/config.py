@@ -102,8 +102,13 @@ class TrainOptions:
 
 def checked(config: TrainConfig) -> TrainConfig:
     """The configuration, if this trainer carries all of it out. Raises ``ConfigError`` or ``UnsupportedOperation``."""
+    from lightrft.rlvr.advantages import check_overlong_buffer, estimator_named  # these load torch; --help need not
+
     strategy = config.strategy
     refuse_ignored(strategy, "the reference trainer", CARRIES, owner="trainer")
+    estimator_named(strategy.advantage_estimator)
+    if strategy.overlong_buffer:
+        check_overlong_buffer(strategy.overlong_buffer_len, config.max_new_tokens)
     n = strategy.n_samples_per_prompt
     per_rollout = strategy.train_batch_size * config.updates_per_rollout
     if per_rollout % n:

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import shutil
 import socket
+import sys
 import tempfile
 import urllib.parse
 import urllib.request
@@ -100,9 +101,11 @@ def load_policy(spec: str, *, cache: Path | None = None) -> tuple[Module, Tokeni
     loaded, ``MissingDependency`` with the install line.
     """
     try:
-        import transformers  # noqa: F401
+        from transformers.utils import logging as transformers_logging
     except ImportError as error:
         raise missing("transformers", "train", f"the model {spec!r}") from error
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a log file is no place for them
     if spec == "tiny":
         return tiny_model(), tiny_tokenizer()
     if spec == "smollm2":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -236,7 +236,8 @@ def _run(
             scheduler=trainer.scheduler,
         )
 
-    with stop_on_interrupt() as stop, open_progress(config.steps, quiet or not writes, start=start) as show:
+    progress = open_progress(config.steps, quiet, start=start) if writes else nullcontext(show_nothing)
+    with stop_on_interrupt() as stop, progress as show:
         try:
             made = grpo.train(
                 trainer,
@@ -251,6 +252,10 @@ def _run(
                 scalars.close()
                 draw_chart(directory)
     return Outcome(strategy.get_rank(), directory.path, made, made < config.steps, accuracies.before, accuracies.after)
+
+
+def show_nothing(step: int, metrics: Mapping[str, float], /) -> None:
+    """The progress display of all ranks but one."""
 
 
 def refuse_occupied(config: TrainConfig, overwrite: bool) -> None:

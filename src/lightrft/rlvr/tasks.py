@@ -72,7 +72,7 @@ def additions() -> list[Task]:
 
 
 def copying() -> list[Task]:
-    """A toy for a random model: the first of two digits, ``47=`` -> ``4``. Held-out pairs hold digits that were seen."""
+    """A toy for a random model: the first of two digits, ``47=`` -> ``4``. Held-out pairs hold digits seen before."""
     return [Task(f"{a}{b}=", str(a)) for a in range(10) for b in range(10)]
 
 
