@@ -112,7 +112,6 @@ def test_the_gradient_is_that_of_the_naive_formula() -> None:
         {"advantage_estimator": "reinforce_plus_plus", "advantage_clip": 1.0},
         {"reward_running_norm": True, "reward_running_norm_minus_mean": True, "reward_clip": 0.5},
         {"overlong_buffer": True, "overlong_buffer_len": 1, "advantages_norm": True},
-        {"micro_rollout_batch_size": 2},
     ],
 )
 def test_each_setting_of_the_trainer_runs_and_changes_something_finite(fields: dict[str, object]) -> None:

@@ -18,8 +18,8 @@ from lightrft.strategy.config import StrategyConfig, refuse_ignored
 from lightrft.strategy.record import RunState, StrategyRecord, bind
 
 NAME = "fake"
-CARRIES = frozenset({"enable_engine_sleep", "weight_sync_bucket_mb", "engine_mem_util", "bf16", "engine_tp_size"})
-"""``bf16`` is taken and the model's own precision is kept; an engine that is not there fills any group."""
+CARRIES = frozenset({"enable_engine_sleep", "bf16"})
+"""``bf16`` is taken, and the model's own precision is kept either way (F2)."""
 
 
 def no_engine(state: RunState, args: object, engine_type: str | Engine = "vllm", actor: Module | None = None) -> None:

@@ -15,7 +15,7 @@ from lightrft.strategy.protocol import ModelT
 from lightrft.strategy.record import RunState, StrategyRecord, bind
 
 NAME = "local"
-CARRIES = frozenset({"bf16", "enable_engine_sleep", "weight_sync_bucket_mb", "engine_mem_util"})
+CARRIES = frozenset({"bf16", "enable_engine_sleep"})
 """The configuration fields, of those that are a backend's or an engine's business, that this backend carries out."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from attrs import frozen
 from lightrft.engines.protocol import Completion
 from lightrft.errors import missing
 from lightrft.strategy.protocol import AllGather
+
+logger = logging.getLogger(__name__)
 
 
 @frozen
@@ -98,6 +101,13 @@ def summary(statistics: LengthStatistics) -> str:
 def should_plot(step: int, plot_every: int) -> bool:
     """Whether this step is one of every ``plot_every``; 0 or less: never."""
     return plot_every > 0 and step % plot_every == 0
+
+
+def report_lengths(lengths: Lengths, log_dir: str | Path | None, step: int) -> None:
+    """Logs the statistics, and writes the histogram where there is a directory for it."""
+    logger.info("rollout %d: %s", step, summary(length_statistics(lengths)))
+    if log_dir is not None:
+        write_histogram(lengths, log_dir, step)
 
 
 def write_histogram(lengths: Lengths, log_dir: str | Path, step: int) -> Path | None:

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from lightrft.engines.protocol import Completion, Engine, Request, Sampling
 from lightrft.errors import ConfigError, EngineError, UnsupportedOperation, listed
+from lightrft.ops.lengths import lengths_of, report_lengths, should_plot
 from lightrft.ops.models import named_weights
 from lightrft.strategy.record import EngineState, RunState
 
@@ -332,6 +333,8 @@ def gather_and_generate(
     prompts = prompts_alone(state.engine, all_prompt_token_ids, all_prompts, (all_images, all_videos))
     completions = generate_local(state.engine, sampling_params, prompts)
     state.engine.rollouts += 1
+    if should_plot(state.engine.rollouts, state.config.plot_every):
+        report_lengths(lengths_of(completions), state.config.log_dir, state.engine.rollouts)
     if sleep_engine and state.config.enable_engine_sleep:
         maybe_sleep_inference_engine(state)
     return completions

@@ -20,7 +20,6 @@ CARRIES = frozenset(
         "advantages_norm",
         "advantage_clip",
         "reward_clip",
-        "micro_rollout_batch_size",
         "n_samples_per_prompt",
         "overlong_buffer",
         "overlong_buffer_len",
@@ -78,7 +77,12 @@ class TrainConfig:
     system_prompt: str | None = None
     """Text before the question, where the model has a chat template."""
     strategy: StrategyConfig = StrategyConfig(
-        backend="local", engine_type="hf", bf16=False, train_batch_size=64, micro_train_batch_size=16
+        backend="local",
+        engine_type="hf",
+        bf16=False,
+        train_batch_size=64,
+        micro_train_batch_size=16,
+        use_tensorboard=True,
     )
     """Backend, engine, batch sizes, optimiser: everything that is not the trainer's alone."""
 

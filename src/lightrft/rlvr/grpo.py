@@ -153,10 +153,9 @@ def update(trainer: Trainer, rollout: Rollout, advantages_B: Tensor) -> dict[str
             loss, sums = micro_batch_loss(trainer, completions, advantages)
             strategy.backward(loss * scale, trainer.model, trainer.optimizer)
             outcome = strategy.optimizer_step(trainer.optimizer, trainer.model, trainer.scheduler, name="actor")
+            sums |= {"grad_norm": outcome.grad_norm or 0.0, "skipped": float(outcome.skipped_nonfinite)}
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value
-        totals["grad_norm"] = totals.get("grad_norm", 0.0) + (outcome.grad_norm or 0.0)
-        totals["skipped"] = totals.get("skipped", 0.0) + float(outcome.skipped_nonfinite)
     tokens = totals.pop("tokens")
     updates = config.updates_per_rollout
     per_update = {"grad_norm": totals.pop("grad_norm") / updates, "skipped": totals.pop("skipped")}

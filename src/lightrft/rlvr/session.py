@@ -207,13 +207,16 @@ def _run(
     writes = strategy.is_rank_0()
     if writes and resume:
         truncate_metrics(directory, start)
-    scalars = open_scalars(directory, start if resume else None) if writes else None
+    scalars = None
+    if writes and config.strategy.use_tensorboard:
+        scalars = open_scalars(directory, start if resume else None)
     accuracies = Accuracies()
 
     def record(step: int, metrics: Mapping[str, float]) -> None:
         show(step, metrics)
-        if scalars is not None:
+        if writes:
             append_metrics(directory, step, metrics)
+        if scalars is not None:
             scalars.write(step, metrics)
 
     def on_evaluation(step: int, evaluation: Evaluation) -> None:
@@ -250,6 +253,7 @@ def _run(
         finally:
             if scalars is not None:
                 scalars.close()
+            if writes:
                 draw_chart(directory)
     return Outcome(strategy.get_rank(), directory.path, made, made < config.steps, accuracies.before, accuracies.after)
 
