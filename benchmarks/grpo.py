@@ -46,7 +46,7 @@ class Measured:
 
 
 TINY = Job(model="tiny", prompts=4, group=8, new_tokens=32, steps=12)
-SMOLLM2 = Job(model="smollm2", prompts=6, group=8, new_tokens=8, steps=4)
+SMOLLM2 = Job(model="smollm2", prompts=6, group=8, new_tokens=8, steps=3)
 
 
 def peak_gigabytes() -> float:
