@@ -97,7 +97,7 @@ def test_K10_save_model_writes_what_from_pretrained_reads(make_strategy: MakeStr
     from lightrft.rlvr.models import tiny_model
 
     strategy = make_strategy()
-    model = tiny_model().eval()
+    model = tiny_model().train(False)
     strategy.save_model(model, None, tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([[3, 4, 5]])

@@ -1,0 +1,1 @@
+DATASETS: dict[str, object]
