@@ -42,6 +42,13 @@ def equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def floats(tree: Any) -> Any:
+    """Numbers as the floats that a mean is: 2**53 + 1 has no float of its own."""
+    if isinstance(tree, dict):
+        return {key: floats(value) for key, value in tree.items()}
+    return tree if isinstance(tree, Tensor) else float(tree)
+
+
 def leaves(tree: Any) -> list[Any]:
     return [leaf for value in tree.values() for leaf in leaves(value)] if isinstance(tree, dict) else [tree]
 
@@ -53,7 +60,7 @@ def test_G1_FC22_keeps_values_and_structure_and_shares_nothing(
     strategy = make_strategy()
     before = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves(data)]
     reduced = strategy.all_reduce(data, op)
-    assert equal(reduced, data)
+    assert equal(reduced, floats(data) if op == "mean" else data)
     for leaf, mine in zip(leaves(data), leaves(reduced), strict=True):
         if isinstance(leaf, Tensor):
             assert mine.numel() == 0 or mine.data_ptr() != leaf.data_ptr()
