@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -36,6 +37,8 @@ WEIGHTS = [("w", torch.zeros(2))]
 @define
 class Settings:
     enable_engine_sleep: bool = True
+    plot_every: int = -1
+    log_dir: str | None = None
 
 
 @define
@@ -406,3 +409,19 @@ def test_C4_the_callers_parameters_are_left_alone() -> None:
     as_sampling(given_)
     assert given_ == {"max_tokens": 4, "stop": ["a"]}
     assert evolve(as_sampling(given_), stop="b").stop == ("b",)
+
+
+def test_R9_lengths_are_told_every_so_many_rollouts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = EngineState(scripted())
+    run = cast("RunState", Run(state, Settings(plot_every=2, log_dir=str(tmp_path))))
+    with caplog.at_level("INFO", "lightrft"):
+        for _ in range(4):
+            rollout.gather_and_generate(run, Sampling(max_new_tokens=3), all_prompt_token_ids=[[1], [2]])
+    assert [line.getMessage()[:9] for line in caplog.records if "lengths of 2" in line.getMessage()] == [
+        "rollout 2",
+        "rollout 4",
+    ]
+    assert [picture.name for picture in sorted((tmp_path / "lengths").iterdir())] == [
+        "step000002.png",
+        "step000004.png",
+    ]

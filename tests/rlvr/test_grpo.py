@@ -10,6 +10,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightrft.engines.protocol import Completion
 from lightrft.errors import ConfigError, UnsupportedOperation
 from lightrft.rlvr import grpo
 from lightrft.rlvr.config import TrainConfig, checked, prompts_per_rollout
@@ -121,6 +122,12 @@ def test_each_setting_of_the_trainer_runs_and_changes_something_finite(fields: d
     if fields.get("use_kl_loss"):
         assert metrics[0]["kl"] == pytest.approx(0.0, abs=1e-6)
         assert metrics[1]["kl"] > 0.0
+
+
+def test_dr_grpo_divides_by_the_most_tokens_there_could_be() -> None:
+    completions = [Completion((1,), (2, 3), None, "stop"), Completion((1,), (2,), None, "stop")]
+    assert grpo.loss_tokens(CONFIG, completions) == 3
+    assert grpo.loss_tokens(with_strategy(advantage_estimator="dr_grpo"), completions) == 2 * CONFIG.max_new_tokens
 
 
 def test_several_updates_from_one_rollout_are_clipped_against_it() -> None:

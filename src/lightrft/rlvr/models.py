@@ -255,8 +255,9 @@ def convert_gguf(file: Path) -> tuple[PreTrainedModel, Tokenizer]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if importlib.util.find_spec("gguf") is None:
-        raise missing("gguf", "train", f"the model {file.name}")
+    for library in ("gguf", "accelerate"):
+        if importlib.util.find_spec(library) is None:
+            raise missing(library, "train", f"the model {file.name}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
