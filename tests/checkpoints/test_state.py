@@ -162,7 +162,7 @@ def test_K2_resumed_in_a_new_process_equals_uninterrupted(tmp_path: Path) -> Non
     half = make()
     train(half, 3)
     save(tmp_path / "half", half)
-    words = [sys.executable, "-c", RESUMES, __file__, tmp_path / "half", tmp_path / "end"]
+    words = [sys.executable, "-c", RESUMES, __file__, str(tmp_path / "half"), str(tmp_path / "end")]
     # Bitwise at the same number of threads: another number sums in another order.
     subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
     end = make(3)
