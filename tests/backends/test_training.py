@@ -133,6 +133,9 @@ def test_T2_two_models_under_one_name_count_clip_and_step_alone(make_strategy: M
     assert critic.w.item() == 1.0
     assert critic.w.grad is not None
     assert actor.w.item() == pytest.approx(0.0, abs=1e-5)
+    strategy.backward(critic(one).mean(), critic, critic_optim)
+    assert strategy.optimizer_step(critic_optim, critic).applied  # its own second call, whatever the actor did between
+    assert critic.w.item() == pytest.approx(0.0, abs=1e-5)
 
 
 @given(max_norm=st.sampled_from([0.0, 0.01, 0.5, 1.0, 100.0]), scale=st.sampled_from([0.01, 1.0, 50.0]))
