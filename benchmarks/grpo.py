@@ -221,7 +221,7 @@ def measure_job(job: Job, name: str, rounds: int, speed_target: float, memory_ta
     return figures
 
 
-def measure(rounds: int = 3) -> list[Figure]:
+def measure(rounds: int = 2) -> list[Figure]:
     """The tiny model for the overhead of the loop, SmolLM2-135M with the demo's settings for the real thing."""
     tiny = measure_job(TINY, "tiny Qwen2, 32 completions of 32 tokens, groups of 8", rounds, 1.5, None)
     real = measure_job(SMOLLM2, "SmolLM2-135M, 48 completions of 8 tokens, groups of 8", max(1, rounds - 1), 2.0, 0.6)
