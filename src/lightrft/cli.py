@@ -56,13 +56,10 @@ class DemoOptions:
 
 
 def parse(cls: type[T], words: Sequence[str], prog: str, default: T | None = None) -> T:
-    """The options, by tyro: flags and help from the class; a word that cannot be used exits with code 2."""
-    import tyro
+    """The options; a word that cannot be used exits with code 2."""
+    from lightrft.strategy.flags import parse_flags
 
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.SuppressFixed)
-    if default is None:
-        return tyro.cli(cls, args=words, prog=prog, config=config)
-    return tyro.cli(cls, args=words, prog=prog, default=default, config=config)
+    return parse_flags(cls, words, default=default, prog=prog, prefixes=False)
 
 
 def demo(words: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ from torch.nn import Module
 from lightrft.engines.checks import check_requests
 from lightrft.engines.protocol import Capabilities, Completion, FinishReason, Request, Sampling
 from lightrft.errors import EngineError, UnsupportedOperation
+from lightrft.ops.models import cache_keyword
 
 if TYPE_CHECKING:
     from transformers import Cache, GenerationConfig, PreTrainedModel
@@ -229,7 +230,7 @@ def complete(engine: HfEngine, rows: Sequence[tuple[int, ...]], sampling: Sampli
     watcher = Watcher(engine.tokenizer, sampling.stop, ids_RL.shape[1])
     arguments: dict[str, object] = {"input_ids": ids_RL, "attention_mask": mask_RL}
     if engine.share_prefill and ids_RL.shape[1] > 1 and len(set(rows)) < len(rows):
-        arguments[cache_name(engine.model)] = shared_prefix(engine.model, rows)
+        arguments[cache_keyword(engine.model)] = shared_prefix(engine.model, rows)
     stops = (*engine.eos_token_ids, *sampling.stop_token_ids)
     sequences_RM = cast("Generates", engine.model).generate(
         **arguments,
@@ -277,11 +278,6 @@ def hugging_face_config(**settings: object) -> GenerationConfig:
 # ------------------------------------------------------------------------------------------------- shared prefixes
 
 
-def cache_name(model: Module) -> str:
-    """The keyword for keys and values: transformers renamed ``past_key_values`` to ``cache`` in 5.2x."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def shared_prefix(model: Module, rows: Sequence[tuple[int, ...]]) -> Cache:
     """Keys and values of all prompt tokens but the last, [R, L - 1], from one forward of the distinct prompts.
 
@@ -299,7 +295,7 @@ def shared_prefix(model: Module, rows: Sequence[tuple[int, ...]]) -> Cache:
         attention_mask=mask_UL[:, :-1],
         position_ids=(mask_UL.cumsum(-1) - 1).clamp(min=0)[:, :-1],
         use_cache=True,
-        **{cache_name(model): cache},
+        **{cache_keyword(model): cache},
         **few_logits,
     )
     cache.batch_select_indices(torch.tensor([distinct[row] for row in rows], device=ids_UL.device))

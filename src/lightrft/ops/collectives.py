@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, overload
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, overload
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrft.strategy.protocol import Gathered, ReduceOp, Reducible, V
 
 if TYPE_CHECKING:
-    from lightrft.strategy.protocol import Collectives
+    from lightrft.strategy.protocol import AllReduce, Collectives
 
 OPS: tuple[str, ...] = get_args(ReduceOp)
 
@@ -151,7 +151,7 @@ class TokenMeanStrategy(Protocol):
     @property
     def accumulated_gradient(self) -> int: ...
     @property
-    def all_reduce(self) -> Any: ...
+    def all_reduce(self) -> AllReduce: ...
 
 
 def token_mean_scale(strategy: TokenMeanStrategy, tokens_in_window: int, micro_batches: int | None = None) -> float:
@@ -162,6 +162,6 @@ def token_mean_scale(strategy: TokenMeanStrategy, tokens_in_window: int, micro_b
     micro-batches and ranks, so the factor is ``micro_batches * world_size / tokens of all ranks``. ``micro_batches``
     defaults to A; pass the true number for a window that ``flush=True`` will cut short. 0.0 when there is no token.
     """
-    tokens = cast(int, strategy.all_reduce(int(tokens_in_window), "sum"))
+    tokens = strategy.all_reduce(int(tokens_in_window), "sum")
     count = strategy.accumulated_gradient if micro_batches is None else micro_batches
     return count * strategy.world_size / tokens if tokens else 0.0
