@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from attrs import asdict, evolve, frozen
 
@@ -107,12 +108,12 @@ def run_trl(job: Job) -> Measured:
     """Steps of trl's trainer, its callbacks telling the time."""
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     from lightrft.rlvr.models import chat_text, load_policy
     from lightrft.rlvr.rewards import additions_reward
     from lightrft.rlvr.tasks import Task, load_tasks
 
+    trl: Any = import_module("trl")  # its types differ from ours, and it is not installed where types are checked
     model, tokenizer = load_policy(job.model)
     tasks = load_tasks("additions", held_out=1 / 3, seed=42, size=81).train
     asked = [
@@ -137,13 +138,13 @@ def run_trl(job: Job) -> Measured:
             ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as directory:
-        trainer = GRPOTrainer(
+        trainer = trl.GRPOTrainer(
             model=model,
             reward_funcs=reward,
             train_dataset=Dataset.from_list(asked * 10),
             processing_class=tokenizer,
             callbacks=[Clock()],
-            args=GRPOConfig(
+            args=trl.GRPOConfig(
                 output_dir=directory,
                 per_device_train_batch_size=batch,
                 num_generations=job.group,
