@@ -29,6 +29,10 @@ class EngineError(RuntimeError):
     """An inference engine was used wrongly or failed: the text names the request."""
 
 
+class RankError(RuntimeError):
+    """Another rank did not come, went away or failed: the text says which, as far as that can be known."""
+
+
 class TaskError(ValueError):
     """A task file, a reward function or a run directory is not usable: the text names the culprit."""
 
@@ -39,6 +43,7 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     MissingDependency,
     CheckpointError,
     EngineError,
+    RankError,
     TaskError,
 )
 

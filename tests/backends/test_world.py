@@ -81,9 +81,16 @@ except ImportError as error:
 
 def test_W2_half_set_and_impossible_environments() -> None:
     assert discover({}) == World()
-    assert discover({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == World(1, 4, 1)
-    assert discover({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, local_rank=3) == World(1, 4, 3)
-    assert discover({"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0"}) == World(2, 3, 0)
+    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    assert discover(torchrun) == World(1, 4, 1, "host:29500")
+    assert discover(torchrun, local_rank=3) == World(1, 4, 3, "host:29500")
+    slurm = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+    assert discover(slurm | {"SLURM_NNODES": "1"}) == World(2, 3, 0, "127.0.0.1:20007")
+    assert discover(slurm | {"MASTER_ADDR": "n1", "MASTER_PORT": "5"}) == World(2, 3, 0, "n1:5")
+    with pytest.raises(ConfigError, match="3 ranks cannot find each other: MASTER_ADDR is not set"):
+        discover(slurm | {"SLURM_NNODES": "3"})
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT is not set"):
+        discover({"RANK": "0", "WORLD_SIZE": "2"})
     assert discover({"SLURM_NTASKS": "3"}) == World()  # a shell in an allocation, not a step of it
     with pytest.raises(ConfigError, match="RANK without WORLD_SIZE"):
         discover({"RANK": "0"})
@@ -96,6 +103,8 @@ def test_W2_half_set_and_impossible_environments() -> None:
 def test_local_says_what_to_do_under_a_launcher_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(UnsupportedOperation, match=r"local.*world_size=2.*fsdp"):
         get_strategy({"backend": "local"})
     assert get_fake_strategy().world_size == 1
@@ -158,13 +167,12 @@ def test_W4_dropout_repeats_and_is_not_disturbed_by_making_models(make_strategy:
 
 
 def test_W4_dropout_differs_between_ranks() -> None:
-    from lightrft.ops.one_process import run_alone
+    from lightrft.ops.composition import run_state
     from lightrft.ops.seeds import seed_rank
 
     masks = []
     for rank in (0, 1):
-        run = run_alone(StrategyConfig(), torch.device("cpu"))
-        run.world = World(rank, 2, rank)
+        run = run_state(StrategyConfig(), World(rank, 2, rank), torch.device("cpu"))
         seed_rank(run)
         masks.append(nn.functional.dropout(torch.ones(100)))
     assert not torch.equal(*masks)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.engines.protocol import Completion
-from lightrft.ops.collectives import AllGatherAlone
+from lightrft.ops.collectives import ALONE
 from lightrft.ops.lengths import (
     Lengths,
     LengthStatistics,
@@ -69,8 +69,8 @@ def test_R9_statistics_of_ranks_are_those_of_all_completions_together(parts: lis
 
 def test_R9_gathering_keeps_lengths_and_flags() -> None:
     lengths = Lengths((4, 2, 9), (False, True, False))
-    assert gather_lengths(lengths, AllGatherAlone()) == lengths
-    assert gather_lengths(NONE, AllGatherAlone()) == NONE
+    assert gather_lengths(lengths, ALONE.all_gather) == lengths
+    assert gather_lengths(NONE, ALONE.all_gather) == NONE
 
 
 def test_R9_lengths_and_flags_come_in_pairs() -> None:

@@ -12,8 +12,9 @@ from attrs import evolve
 from torch.nn import Module
 
 from lightrft.engines.protocol import Completion, Engine
-from lightrft.ops.one_process import one_process, run_alone
+from lightrft.ops.composition import composed, parts_alone, run_state
 from lightrft.ops.preparation import leave_as_is
+from lightrft.ops.world import World
 from lightrft.strategy.config import StrategyConfig, refuse_ignored
 from lightrft.strategy.record import RunState, StrategyRecord, bind
 
@@ -82,13 +83,8 @@ def without_rollout(strategy: StrategyRecord, run: RunState) -> StrategyRecord:
 def build(config: StrategyConfig, args: object = None, engine: Engine | None = None) -> StrategyRecord:
     """Rank 0 of 1, whatever the environment says. With an ``engine`` the rollout is that engine's (F2)."""
     refuse_ignored(config, NAME, CARRIES)
-    run = run_alone(config, torch.device("cpu"))
+    run = run_state(config, World(), torch.device("cpu"))
     run.engine.engine = engine
-    strategy = one_process(
-        NAME,
-        run,
-        config if args is None else args,
-        prepare_model=leave_as_is,
-        setup_inference_engine=bind(engine_given, run),
-    )
+    parts = parts_alone(run, prepare_model=leave_as_is, setup_inference_engine=bind(engine_given, run))
+    strategy = composed(NAME, run, config if args is None else args, parts)
     return without_rollout(strategy, run) if engine is None else strategy

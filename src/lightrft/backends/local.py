@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 
 from lightrft.engines import registry
 from lightrft.errors import unsupported
+from lightrft.ops.composition import composed, parts_alone, run_state
 from lightrft.ops.models import compute_in_bf16, keep_master_weights, place
-from lightrft.ops.one_process import one_process, run_alone
 from lightrft.ops.world import discover
 from lightrft.strategy.config import StrategyConfig, refuse_ignored
 from lightrft.strategy.protocol import ModelT
@@ -42,11 +42,8 @@ def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
             "start one process, or choose backend='fsdp' or 'deepspeed'",
         )
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    run = run_alone(config, device, world.local_rank)
-    return one_process(
-        NAME,
-        run,
-        config if args is None else args,
-        prepare_model=prepare_model,
-        setup_inference_engine=bind(registry.setup_inference_engine, run),
+    run = run_state(config, world, device)
+    parts = parts_alone(
+        run, prepare_model=prepare_model, setup_inference_engine=bind(registry.setup_inference_engine, run)
     )
+    return composed(NAME, run, config if args is None else args, parts)

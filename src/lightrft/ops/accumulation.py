@@ -1,21 +1,25 @@
-"""From micro-batches to one update: ``backward`` and ``optimizer_step`` (T1, T2, T4, T5, T7)."""
+"""From micro-batches to one update: ``backward`` and ``optimizer_step`` (T1, T2, T4, T5, T7).
+
+What a window is, when it ends and what follows is here, once, for every backend. Where gradients lie and what one update
+is, differs: a backend brings that as its ``Gradients``.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
-import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.ops.clipping import ClipGradients
+from lightrft.ops.clipping import clip_gradients, global_norm
 from lightrft.ops.models import unwrap_model
+from lightrft.ops.peers import naming_peers
 from lightrft.strategy.protocol import StepOutcome
 from lightrft.strategy.record import RunState, TrainedModel, Window
 
@@ -57,36 +61,70 @@ def check_loss(loss: Tensor) -> None:
         )
 
 
-def backward(state: RunState, /, loss: Tensor, model: Module, optimizer: Optimizer, **kwargs: object) -> None:
-    """Adds the gradient of ``loss / A``."""
-    refuse_unknown("backward", kwargs)
-    check_loss(loss)
-    if unwrap_model(model) in state.offloaded:
-        raise RuntimeError("backward on a model that is offloaded. Call strategy.reload_model(model) first.")
-    window = window_of(state, optimizer)
-    if window.micro_batches and all(parameter.grad is None for parameter in held_parameters(optimizer)):
-        window.restart()  # the caller's own zero_grad() dropped what was there
-    micro_batches = state.accumulated_gradient
-    (loss / micro_batches if micro_batches > 1 else loss).backward()  # type: ignore[no-untyped-call]  # torch's stub
-    window.micro_batches += 1
+class AddGradient(Protocol):
+    """Adds the gradient of ``loss`` to what the window has, as the mean over the ranks."""
+
+    def __call__(self, state: RunState, loss: Tensor, model: Module, optimizer: Optimizer) -> None: ...
 
 
-def clear_gradients(model: Module, optimizer: Optimizer) -> None:
-    """Frees the gradients of all that was part of the backward pass, held by the optimizer or not."""
-    model.zero_grad(set_to_none=True)
-    optimizer.zero_grad(set_to_none=True)
+class WereDropped(Protocol):
+    """Whether the caller's own ``optimizer.zero_grad()`` dropped what the window had; then there is nothing left of it."""
+
+    def __call__(self, state: RunState, model: Module, optimizer: Optimizer) -> bool: ...
+
+
+class ApplyUpdate(Protocol):
+    """Multiplies the gradients by ``rescale``, clips, updates and clears them; returns the norm before clipping.
+
+    A norm that is not finite, on any rank, changes no parameter and no optimizer state on any of them.
+    """
+
+    def __call__(self, state: RunState, model: Module, optimizer: Optimizer, rescale: float) -> float: ...
+
+
+class NormNow(Protocol):
+    """The global 2-norm of what has been accumulated; None where there is nothing."""
+
+    def __call__(self, state: RunState, model: Module) -> float | None: ...
 
 
 @frozen
-class Stepping:
-    """What ``optimizer_step`` works with: the run, and how this backend measures and clips gradients."""
+class Gradients:
+    """How a backend keeps gradients."""
+
+    add: AddGradient
+    were_dropped: WereDropped
+    apply: ApplyUpdate
+    norm: NormNow
+
+
+@frozen(eq=False)
+class Accumulating:
+    """What ``backward``, ``optimizer_step`` and ``get_grad_norm`` work with."""
 
     run: RunState
-    clip: ClipGradients
+    gradients: Gradients
+
+
+def backward(
+    accumulating: Accumulating, /, loss: Tensor, model: Module, optimizer: Optimizer, **kwargs: object
+) -> None:
+    """Adds the gradient of ``loss / A``."""
+    refuse_unknown("backward", kwargs)
+    check_loss(loss)
+    state, gradients = accumulating.run, accumulating.gradients
+    if unwrap_model(model) in state.offloaded:
+        raise RuntimeError("backward on a model that is offloaded. Call strategy.reload_model(model) first.")
+    window = window_of(state, optimizer)
+    if window.micro_batches and gradients.were_dropped(state, model, optimizer):
+        window.restart()
+    micro_batches = state.accumulated_gradient
+    gradients.add(state, loss / micro_batches if micro_batches > 1 else loss, model, optimizer)
+    window.micro_batches += 1
 
 
 def optimizer_step(
-    stepping: Stepping,
+    accumulating: Accumulating,
     /,
     optimizer: Optimizer,
     model: Module,
@@ -98,7 +136,7 @@ def optimizer_step(
 ) -> StepOutcome:
     """Counts, and at the end of a window clips and updates."""
     refuse_unknown("optimizer_step", kwargs)
-    run = stepping.run
+    run = accumulating.run
     window = window_of(run, optimizer)
     window.calls += 1
     due = window.calls >= run.accumulated_gradient
@@ -108,17 +146,15 @@ def optimizer_step(
     short = flush and 0 < window.micro_batches < run.accumulated_gradient
     rescale = run.accumulated_gradient / window.micro_batches if short else 1.0
     micro_step = window.calls
+    norm = accumulating.gradients.apply(run, model, optimizer, rescale)
     window.restart()
-    norm = stepping.clip(model, run.config.max_norm, rescale)
     finite = math.isfinite(norm)
     if finite:
-        optimizer.step()
         window.updates += 1
         if scheduler is not None:
             scheduler.step()
     else:
         logger.warning("%s: gradient norm is %s; this update is skipped on all ranks", name, norm)
-    clear_gradients(model, optimizer)
     trained = trained_model(run, model)
     trained.grad_norm, trained.optimizer = norm, optimizer
     if scheduler is not None:
@@ -126,27 +162,46 @@ def optimizer_step(
     return StepOutcome(applied=finite, micro_step=micro_step, grad_norm=norm, skipped_nonfinite=not finite)
 
 
-def get_grad_norm(state: RunState, model: Module) -> float:
+def get_grad_norm(accumulating: Accumulating, model: Module) -> float:
     """The norm of what has been accumulated, or of the last update."""
+    norm = accumulating.gradients.norm(accumulating.run, model)
+    return trained_model(accumulating.run, model).grad_norm if norm is None else norm
+
+
+# ------------------------------------------------------------------------ gradients where torch keeps them, in ``.grad``
+
+
+def add_gradient(state: RunState, loss: Tensor, model: Module, optimizer: Optimizer) -> None:
+    """torch's own backward: whole parameters in one process, or FSDP2's, whose hooks reduce."""
+    with naming_peers(state, "backward"):
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def no_gradients(state: RunState, model: Module, optimizer: Optimizer) -> bool:
+    """No parameter that the optimizer holds has one."""
+    return all(parameter.grad is None for parameter in held_parameters(optimizer))
+
+
+def clear_gradients(model: Module, optimizer: Optimizer) -> None:
+    """Frees the gradients of all that was part of the backward pass, held by the optimizer or not."""
+    model.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def apply_update(state: RunState, model: Module, optimizer: Optimizer, rescale: float) -> float:
+    """Clips, and unless the norm forbids it lets the optimizer step."""
+    with naming_peers(state, "optimizer_step"):
+        norm = clip_gradients(model, state.config.max_norm, rescale)
+    if math.isfinite(norm):
+        optimizer.step()
+    clear_gradients(model, optimizer)
+    return norm
+
+
+def norm_now(state: RunState, model: Module) -> float | None:
+    """Over all parameters that have a gradient."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return float(get_total_norm(gradients)) if gradients else trained_model(state, model).grad_norm
+    return float(global_norm(gradients)) if gradients else None
 
 
-def moving_average(state: RunState, model: Module, model_ema: Module, beta: float = 0.992) -> None:
-    """Averages parameters; buffers, which are no averages of training, are copied."""
-    if not 0.0 <= beta <= 1.0:
-        raise ValueError(f"beta={beta} is no weight of an average. Pass a value from 0 to 1.")
-    trained = trained_model(state, model)
-    if trained.optimizer is not None:
-        updates = window_of(state, trained.optimizer).updates
-        if trained.averaged_at.get(model_ema, 0) == updates:
-            return
-        trained.averaged_at[model_ema] = updates
-    source, target = unwrap_model(model), unwrap_model(model_ema)
-    with torch.no_grad():
-        averages = dict(target.named_parameters())
-        for parameter_name, parameter in source.named_parameters():
-            average = averages[parameter_name]
-            average.lerp_(parameter.to(average.device, average.dtype), 1.0 - beta)
-        for buffer, copy in zip(source.buffers(), target.buffers(), strict=True):
-            copy.copy_(buffer)
+IN_PARAMETERS = Gradients(add_gradient, no_gradients, apply_update, norm_now)

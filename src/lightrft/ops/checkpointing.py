@@ -20,7 +20,7 @@ from lightrft.checkpoints.layout import find_checkpoint, write_checkpoint
 from lightrft.checkpoints.state import load_state, save_state
 from lightrft.errors import CheckpointError
 from lightrft.ops.accumulation import refuse_unknown, trained_model, window_of
-from lightrft.ops.models import unwrap_model
+from lightrft.ops.models import WholeWeights, unwrap_model
 from lightrft.strategy.protocol import PretrainedTokenizer
 from lightrft.strategy.record import RunState
 
@@ -33,6 +33,7 @@ class Saving:
 
     run: RunState
     backend: str
+    whole_weights: WholeWeights
 
 
 def save_ckpt(
@@ -123,7 +124,7 @@ def load_ckpt(
 
 
 def save_model(
-    state: RunState, /, model: Module, tokenizer: PretrainedTokenizer | None, output_dir: str | Path, **kwargs: object
+    saving: Saving, /, model: Module, tokenizer: PretrainedTokenizer | None, output_dir: str | Path, **kwargs: object
 ) -> None:
     """``save_pretrained`` where the model has it, else one safetensors file with tied weights stored once."""
     refuse_unknown("save_model", kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, overload
 
 import numpy as np
@@ -64,8 +64,10 @@ def _reduce_alone(data: object, op: str) -> object:
 
 
 @frozen
-class AllReduceAlone:
-    """``all_reduce`` of a single rank: the data's own values, as a copy."""
+class AllReducing:
+    """``all_reduce``: checks, then ``reduce``."""
+
+    reduce: Callable[[object, str], object]
 
     @overload
     def __call__(self, data: Tensor, op: ReduceOp = "mean") -> Tensor: ...
@@ -84,7 +86,7 @@ class AllReduceAlone:
     def __call__(self, data: Reducible, op: ReduceOp = "mean") -> object:
         check_op(op)
         check_reducible(data)
-        return _reduce_alone(data, op)
+        return self.reduce(data, op)
 
 
 def _gather_alone(data: object) -> object:
@@ -94,8 +96,10 @@ def _gather_alone(data: object) -> object:
 
 
 @frozen
-class AllGatherAlone:
-    """``all_gather`` of a single rank: ``[data]``."""
+class AllGathering:
+    """``all_gather``: checks, then ``gather``."""
+
+    gather: Callable[[object], object]
 
     @overload
     def __call__(self, data: Tensor) -> list[Tensor]: ...
@@ -111,12 +115,15 @@ class AllGatherAlone:
     def __call__(self, data: Mapping[str, Reducible]) -> dict[str, Gathered]: ...
     def __call__(self, data: Reducible) -> object:
         check_reducible(data)
-        return _gather_alone(data)
+        return self.gather(data)
 
 
 @frozen
-class BroadcastAlone:
-    """``broadcast`` of a single rank: a copy."""
+class Broadcasting:
+    """``broadcast``: checks, then ``send`` from rank ``src``."""
+
+    world_size: int
+    send: Callable[[object, int], object]
 
     @overload
     def __call__(self, data: Tensor, src: int = 0) -> Tensor: ...
@@ -127,10 +134,35 @@ class BroadcastAlone:
     @overload
     def __call__(self, data: Mapping[str, V], src: int = 0) -> dict[str, V]: ...
     def __call__(self, data: object, src: int = 0) -> object:
-        if src != 0:
-            raise ValueError(f"src={src} is no rank: the world has 1 rank, number 0.")
+        if not 0 <= src < self.world_size:
+            last = self.world_size - 1
+            raise ValueError(
+                f"src={src} is no rank: there {'is' if last == 0 else 'are'} 0"
+                + (f" to {last}." if last else " alone.")
+            )
         check_reducible(data)
-        return _reduce_alone(data, "max")
+        return self.send(data, src)
+
+
+def _send_alone(data: object, src: int) -> object:
+    return _reduce_alone(data, "max")
+
+
+@frozen(kw_only=True)
+class Collecting:
+    """The three collectives of a backend."""
+
+    all_reduce: AllReducing
+    all_gather: AllGathering
+    broadcast: Broadcasting
+
+
+ALONE = Collecting(
+    all_reduce=AllReducing(_reduce_alone),
+    all_gather=AllGathering(_gather_alone),
+    broadcast=Broadcasting(1, _send_alone),
+)
+"""Those of a single rank: the data's own values, ``[data]``, a copy."""
 
 
 def weighted_mean(strategy: Collectives, total: float, count: float) -> float:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
@@ -20,7 +23,7 @@ def inner_module(model: Module) -> Module | None:
     A wrapper holds another module and no parameter beside it. A Hugging Face model is never one, though its decoder is
     called ``model`` and may, with tied embeddings, hold all of its parameters.
     """
-    if hasattr(model, "save_pretrained"):
+    if hasattr(type(model), "save_pretrained"):  # of the class: an engine answers for the model inside
         return None
     for attribute in WRAPPER_ATTRIBUTES:
         inner = getattr(model, attribute, None)
@@ -40,10 +43,33 @@ def unwrap_model(model: Module) -> Module:
     return model if inner is None else unwrap_model(inner)
 
 
+class WholeWeights(Protocol):
+    """The parameters of a model, whole on every rank, one after another, by their names in the plain module; tied ones once.
+
+    Every rank has to go through all of them: each may be gathered as it comes.
+    """
+
+    def __call__(self, model: Module) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with the shards of all ranks, if it is a ``DTensor``; else as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def named_weights(model: Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters by their names in the plain module; tied ones once."""
-    for name, parameter in unwrap_model(model).named_parameters():
-        yield name, parameter.detach()
+    """Parameters that torch keeps: whole ones, and ``DTensor``s, which are gathered."""
+    plain = unwrap_model(model)
+    reshard(plain)
+    for name, parameter in plain.named_parameters():
+        yield name, whole(parameter.detach())
+
+
+def reshard(model: Module) -> None:
+    """Lets go of what FSDP2 keeps whole after a forward: it is a copy, which the next update would leave behind."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def cache_keyword(model: Module) -> str:

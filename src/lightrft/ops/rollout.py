@@ -8,14 +8,16 @@ from contextlib import suppress
 from operator import index as whole
 from typing import Protocol
 
-from attrs import fields
+from attrs import evolve, fields, frozen
 from torch import Tensor
 from torch.nn import Module
 
 from lightrft.engines.protocol import Completion, Engine, Request, Sampling
 from lightrft.errors import ConfigError, EngineError, UnsupportedOperation, listed
-from lightrft.ops.lengths import lengths_of, report_lengths, should_plot
-from lightrft.ops.models import named_weights
+from lightrft.ops.collectives import Collecting
+from lightrft.ops.lengths import gather_lengths, lengths_of, report_lengths, should_plot
+from lightrft.ops.models import WholeWeights
+from lightrft.ops.seeds import derived_seed
 from lightrft.strategy.record import EngineState, RunState
 
 logger = logging.getLogger(__name__)
@@ -208,10 +210,13 @@ def generate_local(
     sampling_params: object,
     prompt_token_ids: Sequence[Sequence[int]] | None = None,
     multi_modal_inputs: Sequence[Mapping[str, object]] | None = None,
+    *,
+    first_place: int = 0,
 ) -> list[Completion]:
     """``n`` adjacent completions for each prompt, in the order of the prompts; no prompts, no completions.
 
-    Exactly one of the two kinds of input, else ``ValueError`` (R5). Wakes the engine.
+    Exactly one of the two kinds of input, else ``ValueError`` (R5). Wakes the engine. ``first_place``: how many prompts
+    come before these on other ranks; with a seed, a prompt's place decides its draws.
     """
     if (prompt_token_ids is None) == (multi_modal_inputs is None):
         seen = "neither" if prompt_token_ids is None else "both"
@@ -223,6 +228,11 @@ def generate_local(
     requests = as_requests(prompt_token_ids)
     if not requests:
         return []
+    if sampling.seed is not None:
+        requests = [
+            evolve(request, seed=derived_seed(sampling.seed, first_place + index))
+            for index, request in enumerate(requests)
+        ]
     wake_engine(state)
     completions = engine.generate(requests, sampling)
     if len(completions) != len(requests) * sampling.n:
@@ -293,9 +303,17 @@ def prompts_alone(
 # ------------------------------------------------------------------------------------ the operations of one process
 
 
-def update_engine_weights(state: RunState, actor: Module) -> None:
+@frozen(eq=False)
+class Sending:
+    """What ``update_engine_weights`` works with."""
+
+    run: RunState
+    whole_weights: WholeWeights
+
+
+def update_engine_weights(sending: Sending, actor: Module) -> None:
     """The actor's weights, to the engine."""
-    sync_weights(state.engine, named_weights(actor))
+    sync_weights(sending.run.engine, sending.whole_weights(actor))
 
 
 def maybe_sleep_inference_engine(state: RunState) -> None:
@@ -318,8 +336,16 @@ def engine_generate_local(
     return generate_local(state.engine, sampling_params, prompt_token_ids, multi_modal_inputs)
 
 
+@frozen(eq=False)
+class Generating:
+    """What ``gather_and_generate`` works with."""
+
+    run: RunState
+    collecting: Collecting
+
+
 def gather_and_generate(
-    state: RunState,
+    generating: Generating,
     sampling_params: object,
     all_prompt_token_ids: Sequence[Sequence[int]] | None = None,
     all_prompts: Sequence[str] | None = None,
@@ -329,12 +355,20 @@ def gather_and_generate(
     all_videos: Sequence[object] | None = None,
     videos_num: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Alone there is nothing to gather: this rank's prompts are all prompts."""
+    """Each rank's engine completes that rank's own prompts.
+
+    With a seed, a prompt's completions depend on its place among the prompts of all ranks: they are the same at any
+    world size.
+    """
+    state, gather = generating.run, generating.collecting.all_gather
     prompts = prompts_alone(state.engine, all_prompt_token_ids, all_prompts, (all_images, all_videos))
-    completions = generate_local(state.engine, sampling_params, prompts)
+    before = sum(gather(len(prompts))[: state.world.rank])
+    completions = generate_local(state.engine, sampling_params, prompts, first_place=before)
     state.engine.rollouts += 1
     if should_plot(state.engine.rollouts, state.config.plot_every):
-        report_lengths(lengths_of(completions), state.config.log_dir, state.engine.rollouts)
+        lengths = gather_lengths(lengths_of(completions), gather)
+        if state.world.rank == 0:
+            report_lengths(lengths, state.config.log_dir, state.engine.rollouts)
     if sleep_engine and state.config.enable_engine_sleep:
         maybe_sleep_inference_engine(state)
     return completions

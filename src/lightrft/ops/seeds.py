@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -33,17 +33,36 @@ def seed_rank(state: RunState) -> None:
 
 
 @contextmanager
-def init_model_context(state: RunState, meta_init: bool = False) -> Iterator[None]:
-    """Makes the n-th model of a run from the n-th seed, on every rank alike; the rank's own streams go on untouched."""
-    if meta_init:
-        raise unsupported("single process", "init_model_context(meta_init=True)", "make the model on its device")
-    seed = derived_seed(state.config.seed, 1, state.models_initialised)
-    state.models_initialised += 1
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from ``seed`` inside; the rank's own streams go on untouched afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed_all(seed)
         try:
             yield
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+@contextmanager
+def init_model_context(state: RunState, meta_init: bool = False) -> Iterator[None]:
+    """Makes the n-th model of a run from the n-th seed, on every rank alike.
+
+    ``meta_init`` makes it without memory; ``prepare`` then gives each part values as it is sharded.
+    """
+    seed = derived_seed(state.config.seed, 1, state.models_initialised)
+    state.models_initialised += 1
+    with seeded(seed, state.device), torch.device("meta") if meta_init else nullcontext():
+        yield
+
+
+@contextmanager
+def init_whole_model_context(state: RunState, meta_init: bool = False) -> Iterator[None]:
+    """The same where every rank holds whole models: there is nothing to gain from making one without memory."""
+    if meta_init:
+        raise unsupported(
+            "without sharding", "init_model_context(meta_init=True)", "make the model on its device: meta_init=False"
+        )
+    with init_model_context(state):
+        yield

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from attrs import frozen
 
@@ -15,6 +16,10 @@ LAUNCHERS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+SLURM_PORTS = 20_000
+"""Where a job step's port comes from: jobs that share a node get different ones."""
+
+
 @frozen
 class World:
     """This process among ``world_size``; ``local_rank`` counts within the node."""
@@ -22,6 +27,8 @@ class World:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    address: str | None = None
+    """``host:port`` where the ranks meet; None where a process is alone and no launcher started it."""
 
 
 def discover(environ: Mapping[str, str] | None = None, local_rank: int = -1) -> World:
@@ -52,8 +59,48 @@ def discover(environ: Mapping[str, str] | None = None, local_rank: int = -1) -> 
                 f"{names['rank']}={rank} and {names['world_size']}={world_size} do not fit: ranks count from 0 to "
                 f"{names['world_size']} - 1. Start all processes with one launcher."
             )
-        return World(rank, world_size, local_rank if local_rank >= 0 else numbers.get("local_rank", 0))
+        place = local_rank if local_rank >= 0 else numbers.get("local_rank", 0)
+        return World(rank, world_size, place, meeting_place(environ, launcher, world_size))
     return World(local_rank=max(local_rank, 0))
+
+
+def meeting_place(environ: Mapping[str, str], launcher: str, world_size: int) -> str | None:
+    """Where the ranks meet, as ``host:port``; None for one rank that nobody told.
+
+    torchrun says it. Slurm does not, but on one node it can only be this one.
+    """
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if (
+        launcher == "Slurm"
+        and address is None
+        and environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES")) == "1"
+    ):
+        address = "127.0.0.1"
+    if launcher == "Slurm" and port is None:
+        port = str(SLURM_PORTS + _whole("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0")) % SLURM_PORTS)
+    if address is not None and port is not None:
+        return f"{address}:{_whole('MASTER_PORT', port)}"
+    if world_size == 1:
+        return None
+    lacking = " and ".join(name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None)
+    raise ConfigError(
+        f"{world_size} ranks cannot find each other: {lacking} is not set. Start with torchrun, or set "
+        f"MASTER_ADDR to the name of rank 0's machine and MASTER_PORT to a port that is free there."
+    )
+
+
+@contextmanager
+def local_rank_variable(world: World) -> Iterator[None]:
+    """``LOCAL_RANK`` in the environment for as long as a library demands it there; as it was afterwards."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(world.local_rank)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before
 
 
 def _whole(name: str, text: str) -> int:

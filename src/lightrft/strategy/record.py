@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,7 +15,8 @@ from lightrft.strategy.config import StrategyConfig, accumulated_gradient
 
 if TYPE_CHECKING:
     import torch
-    from torch.nn import Module
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module, Parameter
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -90,6 +91,14 @@ class TrainedModel:
     """For each moving average, the number of updates that it has seen."""
 
 
+@frozen
+class Peer:
+    """The process of a rank."""
+
+    host: str
+    pid: int
+
+
 @define(eq=False)
 class RunState:
     """Everything that changes while a strategy runs: made by ``build``, first parameter of each function that changes it."""
@@ -101,11 +110,21 @@ class RunState:
     windows: WeakKeyDictionary[Optimizer, Window] = field(factory=WeakKeyDictionary)
     trained: WeakKeyDictionary[Module, TrainedModel] = field(factory=WeakKeyDictionary)
     prepared: WeakSet[Module] = field(factory=WeakSet)
+    engines: WeakKeyDictionary[Module, Module] = field(factory=WeakKeyDictionary)
+    """What drives a model, where that is not the model itself."""
+    window_markers: WeakKeyDictionary[Optimizer, Parameter] = field(factory=WeakKeyDictionary)
+    """In each optimizer whose window is open, where gradients are not its parameters' own."""
     offloaded: WeakSet[Module] = field(factory=WeakSet)
     engine: EngineState = field(factory=EngineState)
     models_initialised: int = 0
+    models_filled: int = 0
+    """Those that were made without memory and have got it since."""
     is_set_up: bool = False
     owns_process_group: bool = False
+    mesh: DeviceMesh | None = None
+    """How the ranks share a model: one dimension, or replicate x shard."""
+    peers: Sequence[Peer] = ()
+    """Where each rank runs, to say which one is gone."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -193,4 +212,15 @@ def compose(strategy: StrategyRecord, *wrappers: Callable[[StrategyRecord], Stra
     return reduce(lambda inner, wrap: wrap(inner), wrappers, strategy)
 
 
-__all__ = ["Bound", "EngineState", "RunState", "StrategyRecord", "TrainedModel", "Window", "bind", "compose", "evolve"]
+__all__ = [
+    "Bound",
+    "EngineState",
+    "Peer",
+    "RunState",
+    "StrategyRecord",
+    "TrainedModel",
+    "Window",
+    "bind",
+    "compose",
+    "evolve",
+]

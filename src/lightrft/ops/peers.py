@@ -1,0 +1,102 @@
+"""Naming the rank that is gone: what a broken connection says is an address, what a user needs is a rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from lightrft.errors import RankError
+from lightrft.strategy.record import Peer, RunState
+
+GRACE = 2.0
+"""Seconds between a peer's broken connection and its process being seen as ended."""
+
+
+def this_process() -> Peer:
+    """Where this rank runs."""
+    return Peer(socket.gethostname(), os.getpid())
+
+
+def meet(state: RunState) -> Sequence[Peer]:
+    """The processes of all ranks, in rank order."""
+    peers: list[Peer | None] = [None] * state.world.world_size
+    dist.all_gather_object(peers, this_process())
+    return [peer for peer in peers if peer is not None]
+
+
+def is_running(peer: Peer) -> bool:
+    """Whether the process of a rank on this machine goes on: one that was killed and not yet reaped does not."""
+    status = Path(f"/proc/{peer.pid}/stat")
+    if Path("/proc/self/stat").exists():
+        try:
+            return status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    try:
+        os.kill(peer.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def gone(state: RunState) -> list[int]:
+    """The ranks on this machine whose process has ended."""
+    here = this_process()
+    deadline = time.monotonic() + GRACE
+    while True:
+        found = [rank for rank, peer in enumerate(state.peers) if peer.host == here.host and not is_running(peer)]
+        if found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def explanation(state: RunState, operation: str) -> str:
+    """What is known when a connection broke or waited too long during ``operation``."""
+    ended = gone(state)
+    who = f"rank {state.world.rank} of {state.world.world_size}"
+    if ended:
+        names = ", ".join(f"rank {rank} (process {state.peers[rank].pid})" for rank in ended)
+        return f"{who}, {operation}: {names} is gone. Its own output, or the system's log, says why; then start again."
+    places = ", ".join(f"rank {rank} on {peer.host}" for rank, peer in enumerate(state.peers))
+    return (
+        f"{who}, {operation}: the connection to another rank broke, or it did not come in time. All ranks of this "
+        f"machine run; the ranks are: {places}. Look at the others' output."
+    )
+
+
+@contextmanager
+def naming_peers(state: RunState, operation: str) -> Iterator[None]:
+    """Turns a broken connection inside into an error that names the rank that is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_connection_error(error):
+            raise
+        raise RankError(explanation(state, operation)) from error
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether ``error`` is about another rank: torch's own kind, or gloo's, which comes as a plain RuntimeError."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo/transport" in text or "Connection closed by peer" in text)
+
+
+def note_peers_in_forward(state: RunState, model: Module) -> None:
+    """A forward of a sharded model meets the other ranks too: its error gets a note that names the one that is gone."""
+
+    def look(module: Module, args: object, output: object) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and is_connection_error(error) and not getattr(error, "__notes__", None):
+            error.add_note(explanation(state, "forward"))
+
+    model.register_forward_hook(look, always_call=True)

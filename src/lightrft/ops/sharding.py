@@ -1,0 +1,61 @@
+"""Which parts of a model are sharded as one, and what becomes of its optimizer (T11)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.optim import Optimizer
+
+from lightrft.ops.models import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+
+def blocks_of(model: Module) -> list[Module]:
+    """The blocks that a model repeats: gathered, computed and let go of one after another.
+
+    Those that the model itself names (``_no_split_modules``, as Hugging Face models do), else the members of each list
+    of modules of one class, which have modules inside. A model that repeats nothing is sharded as one, with a warning.
+    """
+    plain = unwrap_model(model)
+    named = set(getattr(plain, "_no_split_modules", None) or ())
+    blocks = [module for module in plain.modules() if type(module).__name__ in named] or list(repeated(plain))
+    if not blocks:
+        logger.warning(
+            "%s has no repeated block: it is sharded as one unit, whose parameters are all gathered at once",
+            type(plain).__name__,
+        )
+    return blocks
+
+
+def repeated(module: Module) -> Iterator[Module]:
+    """The outermost lists of at least two composite modules of one class."""
+    for child in module.children():
+        members = list(child.children()) if isinstance(child, ModuleList | Sequential) else []
+        composite = len(members) > 1 and all(
+            type(member) is type(members[0]) and any(True for _ in member.children()) for member in members
+        )
+        yield from members if composite else repeated(child)
+
+
+def names_of(model: Module) -> dict[Parameter, str]:
+    """Each parameter's first name."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def repoint(optimizer: Optimizer, names: Mapping[Parameter, str], model: Module) -> None:
+    """Gives the optimizer the parameters that now bear the names of those which it held."""
+    parameters = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [parameters[names[held]] for held in group["params"]]
+
+
+def refuse_stepped(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that has made updates: its state belongs to whole parameters."""
+    if optimizer.state:
+        raise ValueError(
+            "prepare: the optimizer has made updates already, and its state is that of whole parameters. Prepare the "
+            "model and its optimizer before the first update, then load_ckpt."
+        )
