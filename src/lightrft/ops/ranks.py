@@ -12,7 +12,7 @@ from lightrft.errors import ConfigError, RankError
 from lightrft.ops.peers import meet, naming_peers
 from lightrft.ops.rollout import close_engine
 from lightrft.ops.seeds import seed_rank
-from lightrft.ops.world import World, discover
+from lightrft.ops.world import World, discover, place_on_machine
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.record import RunState
 
@@ -64,10 +64,9 @@ def close_alone(state: RunState) -> None:
 
 def world_of_ranks(config: StrategyConfig) -> World:
     """The world of the process group, where somebody has made one, else that of the launcher."""
-    world = discover(local_rank=config.local_rank)
     if not dist.is_initialized():
-        return world
-    return World(dist.get_rank(), dist.get_world_size(), world.local_rank, world.address)
+        return discover(local_rank=config.local_rank)
+    return World(dist.get_rank(), dist.get_world_size(), place_on_machine(local_rank=config.local_rank))
 
 
 def device_of_rank(world: World) -> torch.device:

@@ -64,6 +64,13 @@ def discover(environ: Mapping[str, str] | None = None, local_rank: int = -1) -> 
     return World(local_rank=max(local_rank, 0))
 
 
+def place_on_machine(environ: Mapping[str, str] | None = None, local_rank: int = -1) -> int:
+    """This process's number on its machine, as the caller or the launcher says; 0 if nobody does."""
+    environ = os.environ if environ is None else environ
+    named = [names["local_rank"] for names in LAUNCHERS.values() if names["local_rank"] in environ]
+    return local_rank if local_rank >= 0 else _whole(named[0], environ[named[0]]) if named else 0
+
+
 def meeting_place(environ: Mapping[str, str], launcher: str, world_size: int) -> str | None:
     """Where the ranks meet, as ``host:port``; None for one rank that nobody told.
 

@@ -1,0 +1,8 @@
+"""All laws that are checked on a backend."""
+
+from __future__ import annotations
+
+from lightrft.conformance import collectives, training, world
+from lightrft.conformance.law import Law
+
+LAWS: tuple[Law, ...] = (*world.LAWS, *collectives.LAWS, *training.LAWS)
