@@ -55,12 +55,21 @@ def check_combination(config: StrategyConfig, world_size: int) -> None:
         raise unsupported(NAME, f"zpg={config.zpg} over {world_size} ranks", "use a divisor of the number of ranks")
     if config.adam_offload and stage == 0:
         raise unsupported(NAME, "adam_offload=True at zero_stage=0", "use zero_stage 1, 2 or 3")
-    if config.grad_accum_dtype is not None and (stage == 0 or not config.bf16) and config.grad_accum_dtype != "fp32":
+    if config.grad_accum_dtype not in (None, "fp32") and not keeps_bf16(config):
         raise unsupported(
             NAME,
             f"grad_accum_dtype={config.grad_accum_dtype!r} with bf16={config.bf16} at zero_stage={stage}",
-            "gradients are fp32 there: leave it out, or use bf16 at zero_stage 1, 2 or 3",
+            "gradients are fp32 there: leave it out, or use bf16 at zero_stage 2 or 3",
         )
+
+
+def keeps_bf16(config: StrategyConfig) -> bool:
+    """Whether DeepSpeed itself keeps bfloat16 parameters beside fp32 ones.
+
+    It cannot at stage 0 with gradients in fp32, and at stage 1 its optimizer for that neither skips updates nor ends
+    windows early: there forward runs under autocast on fp32 parameters, as on ``local``.
+    """
+    return config.bf16 and config.zero_stage >= 2
 
 
 def settings(config: StrategyConfig, accumulation_steps: int, parameters: int) -> dict[str, object]:
@@ -69,7 +78,6 @@ def settings(config: StrategyConfig, accumulation_steps: int, parameters: int) -
     In bf16 gradients are reduced, and unless told otherwise accumulated, in fp32 (T10).
     """
     stage = config.zero_stage
-    in_bf16 = config.bf16 and stage > 0
     zero: dict[str, object] = {
         "stage": stage,
         "overlap_comm": config.overlap_comm,
@@ -90,7 +98,7 @@ def settings(config: StrategyConfig, accumulation_steps: int, parameters: int) -
     }
     if stage in (1, 2):
         made["managed_gradient_accumulation"] = False  # each engine.step() is the end of a window
-    if in_bf16:
+    if keeps_bf16(config):
         made["bf16"] = {"enabled": True, "check_grad_overflow": True}
         made["communication_data_type"] = "fp32"
         made["data_types"] = {"grad_accum_dtype": config.grad_accum_dtype or "fp32"}
@@ -199,10 +207,10 @@ def started(state: RunState, model: Module, optimizer: Optimizer | None) -> deep
     stage = state.config.zero_stage
     if state.config.bf16:
         keep_master_weights(model)
-        if stage == 0:
-            compute_in_bf16(model, state.device)
-        else:
+        if keeps_bf16(state.config):
             take_bf16_inputs(model)
+        else:
+            compute_in_bf16(model, state.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with local_rank_variable(state.world):
         engine, *_ = deepspeed.initialize(

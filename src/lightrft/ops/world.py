@@ -16,6 +16,8 @@ LAUNCHERS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+CHECK_RANKS = "LIGHTRFT_CHECK_RANKS"
+"""The variable that turns ``check_ranks`` on without a change of the program."""
 SLURM_PORTS = 20_000
 """Where a job step's port comes from: jobs that share a node get different ones."""
 
@@ -62,6 +64,15 @@ def discover(environ: Mapping[str, str] | None = None, local_rank: int = -1) -> 
         place = local_rank if local_rank >= 0 else numbers.get("local_rank", 0)
         return World(rank, world_size, place, meeting_place(environ, launcher, world_size))
     return World(local_rank=max(local_rank, 0))
+
+
+def ranks_are_to_be_checked(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``LIGHTRFT_CHECK_RANKS`` is on. Raises ``ConfigError`` when it is neither on nor off."""
+    environ = os.environ if environ is None else environ
+    text = environ.get(CHECK_RANKS, "0")
+    if text.lower() not in ("", "0", "1", "false", "true", "no", "yes"):
+        raise ConfigError(f"{CHECK_RANKS}={text!r} is neither on nor off. Set it to 1 or 0.")
+    return text.lower() in ("1", "true", "yes")
 
 
 def place_on_machine(environ: Mapping[str, str] | None = None, local_rank: int = -1) -> int:

@@ -61,6 +61,10 @@ class StrategyConfig:
     local_rank: int = field(default=-1, metadata=about("training", "every backend", Within(low=-1)))
     """This process's rank on its machine; -1: as the launcher says."""
 
+    check_ranks: bool = field(default=False, metadata=about("training", "every backend"))
+    """Ranks that disagree about the next operation raise and say so, instead of hanging; slower. Also on where the
+    environment has LIGHTRFT_CHECK_RANKS=1."""
+
     backend: str | None = field(default=None, metadata=about("backend", "every backend"))
     """fake, local, fsdp, deepspeed or an installed backend's name; none: fsdp or deepspeed, as the flag fsdp says."""
     fsdp: bool = field(default=False, metadata=about("backend", "every backend"))

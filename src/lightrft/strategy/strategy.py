@@ -6,9 +6,13 @@ import difflib
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from lightrft.errors import ConfigError, UnsupportedOperation
+from attrs import fields
+
+from lightrft.errors import ConfigError
+from lightrft.ops.world import ranks_are_to_be_checked
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.protocol import BuildStrategy, Strategy
+from lightrft.strategy.record import StrategyRecord
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -34,14 +38,7 @@ def registered_backends() -> dict[str, EntryPoint]:
 def backend_builder(name: str) -> BuildStrategy:
     """The ``build`` function of a backend. Its module, and so torch, is imported here and not before."""
     if name in BUILT_IN:
-        try:
-            return cast(BuildStrategy, import_module(f"lightrft.backends.{name}").build)
-        except ModuleNotFoundError as error:
-            if error.name != f"lightrft.backends.{name}":
-                raise
-            raise UnsupportedOperation(
-                f"backend {name!r} is not part of this version of lightrft. Use backend='local'."
-            ) from None
+        return cast(BuildStrategy, import_module(f"lightrft.backends.{name}").build)
     registered = registered_backends()
     if name in registered:
         return cast(BuildStrategy, registered[name].load())
@@ -58,4 +55,16 @@ def get_strategy(args: object = None) -> Strategy:
     would not carry out (C7); both before any process is contacted. ``args`` is never changed.
     """
     config = StrategyConfig.from_args({} if args is None else args)
-    return backend_builder(chosen_backend(config))(config, args)
+    strategy = backend_builder(chosen_backend(config))(config, args)
+    if strategy.world_size > 1 and (config.check_ranks or ranks_are_to_be_checked()):
+        from lightrft.wrappers import checked
+
+        return checked(as_record(strategy))
+    return strategy
+
+
+def as_record(strategy: Strategy) -> StrategyRecord:
+    """A strategy as a record, whose operations can be wrapped: a third party's need not be one."""
+    if isinstance(strategy, StrategyRecord):
+        return strategy
+    return StrategyRecord(**{field.name: getattr(strategy, field.name) for field in fields(StrategyRecord)})
