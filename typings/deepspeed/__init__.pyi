@@ -3,7 +3,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from deepspeed import ops as ops
@@ -18,6 +18,10 @@ class ZeroOptimizer:
     cpu_offload: bool
     averaged_gradients: dict[int, object]
     all_grad_tensors: dict[int, object]
+    fp32_partitioned_groups_flat: list[Parameter]
+    single_partition_of_fp32_groups: list[Parameter]
+    _hp_optimizer_states_linked: bool
+    def _lazy_init_hp_params_optimizer_state(self) -> None: ...
     def override_loss_scale(self, loss_scale: float) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
     def reset_cpu_buffers(self) -> None: ...

@@ -6,6 +6,7 @@ What DeepSpeed would decide by counting (when to reduce, when to step) is told t
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterator
@@ -27,7 +28,16 @@ from lightrft.ops.collectives_of_ranks import collecting
 from lightrft.ops.composition import Parts, composed, run_state
 from lightrft.ops.models import compute_in_bf16, keep_master_weights, place, unwrap_model
 from lightrft.ops.peers import naming_peers, note_peers_in_forward
-from lightrft.ops.sharding import refuse_stepped
+from lightrft.ops.sharding import names_of, refuse_stepped
+from lightrft.ops.whole_state import (
+    WholeState,
+    optimizer_of,
+    put_buffers,
+    put_hyperparameters,
+    put_sharded,
+    skeleton,
+    take_sharded,
+)
 from lightrft.ops.world import local_rank_variable
 from lightrft.strategy.config import StrategyConfig, refuse_ignored
 from lightrft.strategy.protocol import ModelT
@@ -194,6 +204,10 @@ def prepare_model(state: RunState, model: ModelT, optimizer: Optimizer | None) -
         return model
     if optimizer is not None:
         refuse_stepped(optimizer)
+        names = names_of(unwrap_model(model))
+        trained_model(state, model).group_names = [
+            [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
+        ]
     engine = started(state, model, optimizer)
     state.engines[unwrap_model(model)] = engine
     note_peers_in_forward(state, engine)
@@ -371,6 +385,117 @@ def average_into(average: Tensor, parameter: Tensor, weight: float) -> None:
         average_tensors(average, source, weight)
 
 
+# ---------------------------------------------------------------------------------------------------------- whole state
+
+
+def gather(parameter: Tensor) -> Tensor:
+    """A parameter or buffer, whole: the fp32 one, where there is one beside that of forward."""
+    import deepspeed
+
+    master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+    if master is not None:
+        return master
+    if not is_partitioned(parameter):
+        return parameter
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def take_state(
+    state: RunState, model: Module, optimizer: Optimizer | None, keep: bool = True
+) -> tuple[Module, Optimizer | None]:
+    """Gathers partition by partition."""
+    import deepspeed
+
+    plain = unwrap_model(model)
+    engine = state.engines.get(plain)
+    zero = zero_of(engine) if engine is not None and is_engine(engine) else None
+    if zero is None:
+        return take_sharded(state, plain, optimizer, keep)
+    made = skeleton(plain, gather, keep)
+    if optimizer is None:
+        return made, None
+    groups = trained_model(state, model).group_names
+    entries: dict[str, dict[str, object]] = {}
+    first = next(iter(optimizer.state.values()), None)
+    if first:
+        relink(zero)
+    for name in (name for names in groups for name in names) if first else ():
+        parameter = plain.get_parameter(name)
+        entry: dict[str, object] = {}
+        for key, value in (first or {}).items():
+            if is_of_elements(value):
+                value = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+            entry[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        entries[name] = entry if keep else {}
+    return made, optimizer_of(made, optimizer, groups, entries)
+
+
+def is_of_elements(value: object) -> bool:
+    """Whether an entry of the optimizer's state has a value for each element, and not one for all, as a step count."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def put_state(
+    state: RunState,
+    model: Module,
+    optimizer: Optimizer | None,
+    whole_model: Module,
+    whole_optimizer: Optimizer | None,
+) -> None:
+    """Each rank takes its partitions of what all have."""
+    import deepspeed
+
+    plain = unwrap_model(model)
+    engine = state.engines.get(plain)
+    zero = zero_of(engine) if engine is not None and is_engine(engine) else None
+    if zero is None:
+        put_sharded(state, plain, optimizer, whole_model, whole_optimizer)
+        return
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            value = whole_model.get_parameter(name).to(state.device)
+            deepspeed.utils.safe_set_full_fp32_param(parameter, value.float())
+            if is_partitioned(parameter):
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    parameter.copy_(value)
+            else:
+                parameter.copy_(value)
+        put_buffers(plain, whole_model)
+        if optimizer is None or whole_optimizer is None:
+            return
+        put_hyperparameters(optimizer, whole_optimizer)
+        optimizer.state.clear()
+        first = next(iter(whole_optimizer.state.values()), None)
+        if not first:
+            return
+        for partition in partitions_of(zero):
+            optimizer.state[partition] = {
+                key: torch.zeros_like(partition) if is_of_elements(value) else copy.deepcopy(value)
+                for key, value in first.items()
+            }
+        relink(zero)
+        for name, parameter in plain.named_parameters():
+            entry = whole_optimizer.state.get(whole_model.get_parameter(name)) or {}
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and is_of_elements(value):
+                    deepspeed.utils.safe_set_full_optimizer_state(parameter, value.to(state.device), key)
+
+
+def partitions_of(zero: deepspeed.ZeroOptimizer) -> list[Parameter]:
+    """This rank's flat fp32 partitions, as the optimizer's state is keyed by them."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return zero.fp32_partitioned_groups_flat
+    return zero.single_partition_of_fp32_groups
+
+
+def relink(zero: deepspeed.ZeroOptimizer) -> None:
+    """Stages 1 and 2 reach a parameter's state through views, which have to be made for new state."""
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
 def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
     """The ranks that the launcher started, or one without a launcher; nobody is met before ``setup_distributed``."""
     refuse_ignored(config, NAME, CARRIES)
@@ -386,6 +511,7 @@ def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
         gradients=Gradients(add_gradient, were_dropped, apply_update, norm_now),
         whole_weights=whole_weights,
         average_into=average_into,
+        whole_state=WholeState(take_state, put_state),
         init_model_context=bind(init_model_context, run),
         setup_inference_engine=bind(registry.setup_inference_engine, run),
     )

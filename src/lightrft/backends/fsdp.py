@@ -23,6 +23,7 @@ from lightrft.ops.meta_init import filling
 from lightrft.ops.models import keep_master_weights
 from lightrft.ops.peers import note_peers_in_forward
 from lightrft.ops.sharding import blocks_of, names_of, refuse_stepped, repoint
+from lightrft.ops.whole_state import SHARDED
 from lightrft.strategy.config import StrategyConfig, refuse_ignored
 from lightrft.strategy.protocol import ModelT
 from lightrft.strategy.record import RunState, StrategyRecord, bind
@@ -96,6 +97,7 @@ def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
         close=bind(ranks.leave_ranks, run),
         collecting=collecting(run),
         prepare_model=prepare_model,
+        whole_state=SHARDED,
         init_model_context=bind(seeds.init_model_context, run),
         setup_inference_engine=bind(registry.setup_inference_engine, run),
     )

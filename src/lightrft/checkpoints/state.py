@@ -4,7 +4,7 @@
 ``model.safetensors``               parameters and persistent buffers by name; tied ones once, the others as aliases
 ``optimizer.json, .safetensors``    class, param_groups with parameter *names*, state as ``<parameter>/<state key>``
 ``scheduler.json``                  class and ``state_dict()``
-``rng_rank0.json, .safetensors``    random states: torch (CPU, CUDA where it is in use), numpy, Python
+``rng_rank<r>.json, .safetensors``  random states: torch (CPU, CUDA where it is in use), numpy, Python
 ``client_state.json, .safetensors`` what the caller wants back
 ``counters.json``                   step counters
 ==================================  ==================================================================================
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,9 +58,11 @@ def save_state(
     scheduler: LRScheduler | None = None,
     counters: Mapping[str, int] | None = None,
     client_state: Mapping[str, object] | None = None,
-    rank: int = 0,
+    random_states: Sequence[Mapping[str, object]] | None = None,
 ) -> None:
     """Writes the files of a checkpoint into ``directory``, which exists.
+
+    ``random_states``: every rank's :func:`random_state`, in rank order; by default that of this process, as rank 0's.
 
     Nothing is written before all of it is known to be storable: ``TypeError`` names the place in ``client_state``
     that is not, ``CheckpointError`` the parameter.
@@ -68,7 +70,8 @@ def save_state(
     values: dict[str, tuple[Json, dict[str, Tensor]]] = {}
     values[CLIENT_STATE] = _encoded(dict(client_state or {}), CLIENT_STATE)
     values[COUNTERS] = _encoded({name: index(value) for name, value in (counters or {}).items()}, COUNTERS)
-    values[f"rng_rank{rank}"] = _encoded(_rng_state(), "random state")
+    for rank, state in enumerate([random_state()] if random_states is None else random_states):
+        values[f"rng_rank{rank}"] = _encoded(dict(state), "random state")
     if optimizer is not None:
         values[OPTIMIZER] = encoded_optimizer(model, optimizer)
     if scheduler is not None:
@@ -111,7 +114,7 @@ def load_state(
     loaded = LoadedState(read_mapping(directory / f"{CLIENT_STATE}.json"), _counters(directory / f"{COUNTERS}.json"))
     rng, restored, schedule = None, None, None
     if not module_only:
-        rng = _checked_rng(directory / f"rng_rank{rank}.json")
+        rng = _rng_of(directory, rank)
         if optimizer is not None and load_optimizer:
             restored = checked_optimizer(model, optimizer, directory / f"{OPTIMIZER}.json")
         if scheduler is not None and load_scheduler:
@@ -239,7 +242,8 @@ def _counters(file: Path) -> dict[str, int]:
 # --- random generators
 
 
-def _rng_state() -> dict[str, object]:
+def random_state() -> dict[str, object]:
+    """The states of this process's generators."""
     # Asking for the state would start CUDA, which costs a process that does not use it hundreds of megabytes.
     cuda = torch.cuda.get_rng_state_all() if _cuda_in_use() else []
     return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
@@ -257,6 +261,15 @@ class _RandomStates:
     cuda: list[Tensor]
     numpy: tuple[str, np.ndarray[tuple[int, ...], np.dtype[np.uint32]], int, int, float]
     python: tuple[object, ...]
+
+
+def _rng_of(directory: Path, rank: int) -> _RandomStates | None:
+    """The states of a rank; None, with a warning, for a rank that was not there when it was saved."""
+    file = directory / f"rng_rank{rank}.json"
+    if rank > 0 and not file.exists():
+        logger.warning("%s holds no random state of rank %d, which goes on with its own", directory, rank)
+        return None
+    return _checked_rng(file)
 
 
 def _checked_rng(file: Path) -> _RandomStates:

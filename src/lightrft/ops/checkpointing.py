@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -17,23 +20,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.checkpoints.layout import find_checkpoint, write_checkpoint
-from lightrft.checkpoints.state import load_state, save_state
-from lightrft.errors import CheckpointError
+from lightrft.checkpoints.state import load_state, random_state, save_state
+from lightrft.errors import CheckpointError, listed
 from lightrft.ops.accumulation import refuse_unknown, trained_model, window_of
-from lightrft.ops.models import WholeWeights, unwrap_model
+from lightrft.ops.models import unwrap_model
+from lightrft.ops.whole_state import WholeState
 from lightrft.strategy.protocol import PretrainedTokenizer
 from lightrft.strategy.record import RunState
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-@frozen
+@frozen(eq=False)
 class Saving:
-    """What checkpoints are made with: the run, and the backend's name for the manifest."""
+    """What checkpoints are made with: the run, the backend's name for the manifest, and how it holds state."""
 
     run: RunState
     backend: str
-    whole_weights: WholeWeights
+    whole_state: WholeState
 
 
 def save_ckpt(
@@ -48,7 +54,7 @@ def save_ckpt(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Writes the state, commits it, rotates."""
+    """Rank 0 writes the state, commits it and rotates; every rank's random state is in it."""
     run, known = saving.run, trained_model(saving.run, model)
     optimizer = known.optimizer if optimizer is None else optimizer
     scheduler = known.scheduler if scheduler is None else scheduler
@@ -62,28 +68,34 @@ def save_ckpt(
                 "Save after an applied update.",
                 window.micro_batches,
             )
+    writes = run.world.rank == 0
+    whole_model, whole_optimizer = saving.whole_state.take(run, model, optimizer, writes)
+    random_states = gathered(run, random_state())
 
     def write(directory: Path) -> None:
         save_state(
             directory,
-            model=unwrap_model(model),
-            optimizer=optimizer,
+            model=whole_model,
+            optimizer=whole_optimizer,
             scheduler=scheduler,
             counters={"updates": updates, "models_initialised": run.models_initialised},
             client_state=client_state,
+            random_states=random_states,
         )
 
-    write_checkpoint(
-        save_dir,
-        f"step{updates}" if tag is None else tag,
-        write,
-        backend=saving.backend,
-        world_size=run.world.world_size,
-        step=updates,
-        max_num=max_num,
-        max_mem=max_mem,
-        save_latest=save_latest,
-    )
+    with together(run, f"save_ckpt to {save_dir}"):
+        if writes:
+            write_checkpoint(
+                save_dir,
+                f"step{updates}" if tag is None else tag,
+                write,
+                backend=saving.backend,
+                world_size=run.world.world_size,
+                step=updates,
+                max_num=max_num,
+                max_mem=max_mem,
+                save_latest=save_latest,
+            )
 
 
 def load_ckpt(
@@ -98,21 +110,25 @@ def load_ckpt(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
 ) -> tuple[str, dict[str, object]]:
-    """Finds a whole checkpoint and restores it."""
+    """Finds a whole checkpoint and restores it, on all ranks or on none."""
     run, known = saving.run, trained_model(saving.run, model)
     optimizer = known.optimizer if optimizer is None else optimizer
     scheduler = known.scheduler if scheduler is None else scheduler
-    path = find_checkpoint(load_dir, tag)
-    loaded = load_state(
-        path,
-        model=unwrap_model(model),
-        optimizer=optimizer,
-        scheduler=scheduler,
-        strict=load_module_strict,
-        load_optimizer=load_optimizer_states,
-        load_scheduler=load_lr_scheduler_states,
-        module_only=load_module_only,
-    )
+    whole_model, whole_optimizer = saving.whole_state.take(run, model, optimizer)
+    with together(run, f"load_ckpt from {load_dir}"):
+        path = find_checkpoint(load_dir, tag)
+        loaded = load_state(
+            path,
+            model=whole_model,
+            optimizer=whole_optimizer,
+            scheduler=scheduler,
+            strict=load_module_strict,
+            load_optimizer=load_optimizer_states,
+            load_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+            rank=run.world.rank,
+        )
+    saving.whole_state.put(run, model, optimizer, whole_model, None if load_module_only else whole_optimizer)
     if not load_module_only:
         run.models_initialised = loaded.counters.get("models_initialised", run.models_initialised)
         if optimizer is not None and load_optimizer_states:
@@ -123,24 +139,60 @@ def load_ckpt(
     return str(path), loaded.client_state
 
 
+def gathered(run: RunState, value: T) -> list[T]:
+    """Every rank's, in rank order."""
+    if run.world.world_size == 1:
+        return [value]
+    values = [value] * run.world.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def together(run: RunState, operation: str) -> Iterator[None]:
+    """What fails on one rank inside is an error on all of them."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    told = gathered(run, None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed:
+        raise CheckpointError(f"{operation} failed elsewhere:{listed(failed)}")
+
+
 def save_model(
     saving: Saving, /, model: Module, tokenizer: PretrainedTokenizer | None, output_dir: str | Path, **kwargs: object
 ) -> None:
     """``save_pretrained`` where the model has it, else one safetensors file with tied weights stored once."""
     refuse_unknown("save_model", kwargs)
-    directory, plain = Path(output_dir), unwrap_model(model)
+    run, directory, plain = saving.run, Path(output_dir), unwrap_model(model)
+    writes = run.world.rank == 0
+    whole_model, _ = saving.whole_state.take(run, model, None, writes)
+    with together(run, f"save_model to {output_dir}"):
+        if writes:
+            write_model(plain, whole_model, directory)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(directory))
+
+
+def write_model(plain: Module, whole_model: Module, directory: Path) -> None:
+    """Files for ``from_pretrained`` where the model has them; the weights are those of ``whole_model``."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_pretrained: Callable[[str], object] | None = getattr(plain, "save_pretrained", None)
+    save_pretrained: Callable[..., object] | None = getattr(plain, "save_pretrained", None)
     if save_pretrained is None:
-        save_safetensors(plain, str(directory / "model.safetensors"))
-    else:
+        save_safetensors(whole_model, str(directory / "model.safetensors"))
+    elif whole_model is plain:
         save_pretrained(str(directory))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(directory))
+    else:
+        save_pretrained(str(directory), state_dict=whole_model.state_dict())
 
 
 def load_model(
-    state: RunState,
+    saving: Saving,
     model: Module,
     path: str | Path,
     map_location: str = "cpu",
@@ -148,7 +200,21 @@ def load_model(
     key_replace_fn: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
 ) -> None:
     """Reads every ``*.safetensors`` of a directory, or one file, and loads what it holds."""
-    source, plain = Path(path), unwrap_model(model)
+    source = Path(path)
+    plain, _ = saving.whole_state.take(saving.run, model, None)
+    with together(saving.run, f"load_model from {path}"):
+        read_model(plain, source, map_location, strict, key_replace_fn)
+    saving.whole_state.put(saving.run, model, None, plain, None)
+
+
+def read_model(
+    plain: Module,
+    source: Path,
+    map_location: str,
+    strict: bool,
+    key_replace_fn: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None,
+) -> None:
+    """The weights in the files of ``source``, into a whole model."""
     files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(

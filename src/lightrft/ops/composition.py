@@ -11,6 +11,7 @@ from lightrft.ops.averaging import AverageInto, Averaging, average_tensors
 from lightrft.ops.collectives import ALONE, Collecting
 from lightrft.ops.models import WholeWeights, named_weights, unwrap_model
 from lightrft.ops.preparation import PrepareEach, PrepareModel, PrepareRun
+from lightrft.ops.whole_state import IN_PROCESS, WholeState
 from lightrft.ops.world import World
 from lightrft.strategy.config import StrategyConfig, accumulated_gradient
 from lightrft.strategy.protocol import Barrier, Close, InitModelContext, SetupDistributed, SetupInferenceEngine
@@ -29,6 +30,7 @@ class Parts:
     gradients: Gradients = IN_PARAMETERS
     whole_weights: WholeWeights = named_weights
     average_into: AverageInto = average_tensors
+    whole_state: WholeState = IN_PROCESS
     init_model_context: InitModelContext
     setup_inference_engine: SetupInferenceEngine
 
@@ -49,7 +51,7 @@ def parts_alone(run: RunState, *, prepare_model: PrepareModel, setup_inference_e
 def composed(name: str, run: RunState, args: object, parts: Parts) -> StrategyRecord:
     """The record of a backend."""
     accumulating = Accumulating(run, parts.gradients)
-    saving = checkpointing.Saving(run, name, parts.whole_weights)
+    saving = checkpointing.Saving(run, name, parts.whole_state)
     prepare = PrepareEach(run, parts.prepare_model)
     generating = rollout.Generating(run, parts.collecting)
     return StrategyRecord(
@@ -81,7 +83,7 @@ def composed(name: str, run: RunState, args: object, parts: Parts) -> StrategyRe
         save_ckpt=bind(checkpointing.save_ckpt, saving),
         load_ckpt=bind(checkpointing.load_ckpt, saving),
         save_model=bind(checkpointing.save_model, saving),
-        load_model=bind(checkpointing.load_model, run),
+        load_model=bind(checkpointing.load_model, saving),
         maybe_offload_optimizer=bind(optimizers.maybe_offload_optimizer, run),
         maybe_load_optimizer=bind(optimizers.maybe_load_optimizer, run),
         offload_model=bind(memory.offload_model, run),

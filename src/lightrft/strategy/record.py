@@ -87,6 +87,8 @@ class TrainedModel:
     optimizer: Optimizer | None = None
     scheduler: LRScheduler | None = None
     grad_norm: float = 0.0
+    group_names: list[list[str]] = field(factory=list)
+    """For each group of the optimizer the names of its parameters, where it no longer holds the parameters themselves."""
     averaged_at: WeakKeyDictionary[Module, int] = field(factory=WeakKeyDictionary)
     """For each moving average, the number of updates that it has seen."""
 
