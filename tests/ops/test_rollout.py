@@ -19,6 +19,8 @@ from lightrft.engines.protocol import Capabilities, Completion, Request, Samplin
 from lightrft.engines.scripted import ScriptedEngine, scripted
 from lightrft.errors import ConfigError, EngineError, UnsupportedOperation
 from lightrft.ops import rollout
+from lightrft.ops.collectives import ALONE
+from lightrft.ops.models import named_weights
 from lightrft.ops.rollout import (
     as_requests,
     as_sampling,
@@ -28,6 +30,7 @@ from lightrft.ops.rollout import (
     sync_weights,
     wake_engine,
 )
+from lightrft.ops.world import World
 from lightrft.strategy.record import EngineState, RunState
 
 A, B = (1, 2, 3), (4, 5)
@@ -47,6 +50,12 @@ class Run:
 
     engine: EngineState
     config: Settings = field(factory=Settings)
+    world: World = World()
+
+
+def generating(run: Run) -> rollout.Generating:
+    """The run of a single rank."""
+    return rollout.Generating(cast("RunState", run), ALONE)
 
 
 def gather(
@@ -61,7 +70,7 @@ def gather(
     videos: Sequence[object] | None = None,
 ) -> list[Completion]:
     return rollout.gather_and_generate(
-        cast("RunState", Run(state, Settings(enable))),
+        generating(Run(state, Settings(enable))),
         sampling,
         all_prompt_token_ids=ids,
         all_prompts=prompts,
@@ -212,7 +221,7 @@ def test_R2_FC11_an_update_makes_the_engine_forget() -> None:
 def test_R2_the_actors_weights_travel_under_the_plain_models_names() -> None:
     state, engine = with_engine()
     actor = torch.nn.DataParallel(torch.nn.Linear(2, 1))
-    rollout.update_engine_weights(cast("RunState", Run(state)), actor)
+    rollout.update_engine_weights(rollout.Sending(cast("RunState", Run(state)), named_weights), actor)
     assert engine.calls[0].names == ("weight", "bias")
 
 
@@ -413,7 +422,7 @@ def test_C4_the_callers_parameters_are_left_alone() -> None:
 
 def test_R9_lengths_are_told_every_so_many_rollouts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = EngineState(scripted())
-    run = cast("RunState", Run(state, Settings(plot_every=2, log_dir=str(tmp_path))))
+    run = generating(Run(state, Settings(plot_every=2, log_dir=str(tmp_path))))
     with caplog.at_level("INFO", "lightrft"):
         for _ in range(4):
             rollout.gather_and_generate(run, Sampling(max_new_tokens=3), all_prompt_token_ids=[[1], [2]])

@@ -100,6 +100,7 @@ REFERENCE = {
     "engine_mem_util": 0.5,
     "weight_sync_bucket_mb": 256,
     "log_dir": None,
+    "check_ranks": False,
 }
 """The reference's fields and defaults, and ours: written out, so that a changed default is seen."""
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -157,12 +157,14 @@ def init_model_context(state: RunState, meta_init: bool = False) -> Iterator[Non
         raise unsupported(NAME, "init_model_context(meta_init=True) below zero_stage=3", "use meta_init=False")
     ranks.require_set_up(state, "init_model_context")
     try:
-        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
     except ImportError as error:
         raise missing("transformers", "train", "init_model_context(meta_init=True)") from error
     with seeds.init_model_context(state):
         # transformers keeps a weak reference: it is in force as long as this one lives.
-        in_force = HfDeepSpeedConfig(settings(state.config, state.accumulated_gradient, 0))
+        in_force = HfDeepSpeedConfig(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+            settings(state.config, state.accumulated_gradient, 0)
+        )
         yield
         del in_force
 
@@ -193,7 +195,7 @@ def prepare_model(state: RunState, model: ModelT, optimizer: Optimizer | None) -
     """
     ranks.require_set_up(state, "prepare")
     if is_engine(model):
-        return model
+        return cast("ModelT", model)
     known = state.engines.get(unwrap_model(model))
     if known is not None:
         return cast("ModelT", known)
@@ -239,7 +241,7 @@ def started(state: RunState, model: Module, optimizer: Optimizer | None) -> deep
 def take_bf16_inputs(model: Module) -> None:
     """Parameters are bfloat16 there, and DeepSpeed leaves inputs as they are."""
 
-    def cast_inputs(module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, object]:
+    def cast_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return tuple(map(in_bf16, args)), {name: in_bf16(value) for name, value in kwargs.items()}
 
     model.register_forward_pre_hook(cast_inputs, with_kwargs=True)

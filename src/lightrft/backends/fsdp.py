@@ -81,7 +81,7 @@ def shard(state: RunState, model: Module, fill: Callable[[Module], None]) -> Non
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     on_cuda = state.device.type == "cuda"
     offload = CPUOffloadPolicy() if state.config.fsdp_cpu_offload and on_cuda else OffloadPolicy()
-    for unit in (*blocks_of(model), model):
+    for unit in (*blocks_of(model, speaks=ranks.is_rank_0(state)), model):
         fill(unit)
         fully_shard(unit, mesh=state.mesh, mp_policy=precision, offload_policy=offload)
 

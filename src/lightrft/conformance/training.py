@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import mse_loss
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from lightrft.conformance.law import Law, Make
@@ -206,7 +206,8 @@ def clips_as_torch(make: Make, max_norm: float, scale: float) -> None:
 def norm_of_the_whole_model(make: Make) -> None:
     strategy = make(train_batch_size=make().world_size, max_norm=1.0)
     model = line(0.0, bias=0.0)
-    optimizer = SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0)
+    first, second = model.parameters()
+    optimizer: Optimizer = SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
     ready, optimizer = strategy.prepare((model, optimizer))
     strategy.backward(4 * ready(column(0.75)).mean(), ready, optimizer)  # gradients 3 and 4
     outcome = strategy.optimizer_step(optimizer, ready)
@@ -314,7 +315,6 @@ def qwen2(seed: int = 0) -> Module:
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        attn_implementation="eager",
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

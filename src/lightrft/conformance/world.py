@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,9 +85,13 @@ def dropout_differs_and_repeats(make: Make, seed: int) -> None:
 def batch_sizes_that_do_not_fit(make: Make) -> None:
     world = make().world_size
     for batch, micro in ((10, 4), (2 * world + 1, 2)):
-        fields: dict[str, Any] = {"train_batch_size": batch, "micro_train_batch_size": micro}
-        refused(ConfigError, f"train_batch_size={batch}", lambda fields=fields: make(**fields))
+        refused(ConfigError, f"train_batch_size={batch}", maker(make, batch, micro))
     refused(ConfigError, f"world_size={world}", lambda: make(train_batch_size=1, micro_train_batch_size=2))
+
+
+def maker(make: Make, batch: int, micro: int) -> Callable[[], object]:
+    """Makes a strategy of these batch sizes."""
+    return lambda: make(train_batch_size=batch, micro_train_batch_size=micro)
 
 
 def batches(strategy: Any, samples: int, size: int, consumed: int = 0, **options: Any) -> list[list[int]]:
