@@ -6,6 +6,7 @@ A user's mistake is a message on stderr and exit code 2 (``--debug`` shows the t
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from attrs import evolve, frozen
 
-from lightrft.errors import USER_ERRORS
+from lightrft.errors import USER_ERRORS, ConfigError
 
 if TYPE_CHECKING:
     from lightrft.rlvr.config import TrainConfig
     from lightrft.rlvr.session import Outcome
 
 OK, MISTAKE, INTERRUPTED = 0, 2, 130
+LAUNCHED = ("deepspeed", "fsdp")
+"""Backends whose ranks are processes that a launcher starts."""
 
 USAGE = """usage: lightrft COMMAND [options]
 
@@ -84,7 +87,22 @@ def train(words: Sequence[str]) -> int:
     file = settings_file(words)
     start = TrainOptions() if file is None else TrainOptions(settings=read_settings(file, TrainConfig))
     options = parse(TrainOptions, words, "lightrft train", start)
-    return train_and_report(options.settings, options.resume, options.overwrite, options.quiet)
+    require_launcher(options.settings, words)
+    return train_and_report(options.settings, options.resume, options.overwrite, options.quiet, options.trace)
+
+
+def require_launcher(config: TrainConfig, words: Sequence[str]) -> None:
+    """Says what to type where a backend of several ranks is started by nobody."""
+    from lightrft.ops.world import discover
+    from lightrft.strategy.strategy import chosen_backend
+
+    backend = chosen_backend(config.strategy)
+    if backend in LAUNCHED and discover().address is None:
+        raise ConfigError(
+            f"backend {backend!r} runs in processes that a launcher starts, and none did. Type:\n\n"
+            f"  torchrun --nproc-per-node 2 -m lightrft train {shlex.join(words)}\n\n"
+            f"with the number of GPUs of this machine in place of 2; or choose --backend local for one process."
+        )
 
 
 def settings_file(words: Sequence[str]) -> Path | None:
@@ -115,11 +133,11 @@ def read_settings(file: Path, cls: type[T]) -> T:
     return structure(cls, load_config_file(file))
 
 
-def train_and_report(config: TrainConfig, resume: bool, overwrite: bool, quiet: bool) -> int:
+def train_and_report(config: TrainConfig, resume: bool, overwrite: bool, quiet: bool, trace: Path | None = None) -> int:
     """Runs, and says how it went."""
     from lightrft.rlvr.session import run
 
-    outcome = run(config, resume=resume, overwrite=overwrite, quiet=quiet, announce=print)
+    outcome = run(config, resume=resume, overwrite=overwrite, quiet=quiet, trace=trace, announce=print)
     if outcome.rank == 0:
         print(summary(outcome))
     return INTERRUPTED if outcome.stopped else OK
@@ -184,6 +202,28 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
 )
 
 
+def set_up_log(debug: bool) -> None:
+    """One log for all ranks: that of rank 0, and what the others warn of."""
+    from lightrft.ops.world import discover
+
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING, format=f"%(levelname)s{rank_label()}: %(message)s"
+    )
+    if discover().rank == 0 or debug:
+        logging.getLogger("lightrft").setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+def rank_label() -> str:
+    """Which rank speaks, where there are several."""
+    from lightrft.ops.world import discover
+
+    try:
+        world = discover()
+    except ConfigError:
+        return ""
+    return f" (rank {world.rank})" if world.world_size > 1 else ""
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code."""
     sys.exit(run_command(sys.argv[1:] if words is None else words))
@@ -204,14 +244,13 @@ def run_command(words: Sequence[str]) -> int:
         print(f"lightrft: there is no command {words[0]!r}.\n\n{USAGE}", file=sys.stderr)
         return MISTAKE
     debug = "--debug" in words
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("lightrft").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
+        set_up_log(debug)
         return command(words[1:])
     except USER_ERRORS as error:
         if debug:
             raise
-        print(f"lightrft: {error}", file=sys.stderr)
+        print(f"lightrft{rank_label()}: {error}", file=sys.stderr)
         return MISTAKE
     except KeyboardInterrupt:
         print("lightrft: interrupted.", file=sys.stderr)

@@ -100,6 +100,8 @@ class TrainOptions:
     """Delete the run in the output directory and start again."""
     quiet: bool = False
     """Only the first and the last lines."""
+    trace: Path | None = None
+    """Write a picture of where the time goes, for ui.perfetto.dev or chrome://tracing, and log a table of it."""
     debug: bool = False
     """Show tracebacks and debug logs."""
 

@@ -98,23 +98,29 @@ def prompts(trainer: Trainer, tasks: Sequence[Task]) -> list[list[int]]:
 
 
 def roll_out(trainer: Trainer, step: int) -> Rollout:
-    """Samples and scores the completions of one step."""
+    """Samples and scores the completions of one step: those of one update after those of another, so that each update
+    sees the same ones whatever the number of ranks."""
     config, strategy = trainer.config, trainer.strategy
     n = strategy.config.n_samples_per_prompt
     train = trainer.tasks.train
     indices = prompt_indices(strategy.seed, step, prompts_per_rollout(config), len(train))
-    tasks = share_of_rank(strategy, [train[index] for index in indices])
-    sampling = Sampling(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        n=n,
-        seed=derived_seed(strategy.seed, 4, step, strategy.get_rank()) % 2**31,
-    )
-    completions = strategy.gather_and_generate(sampling, all_prompt_token_ids=prompts(trainer, tasks))
+    per_update = len(indices) // config.updates_per_rollout
+    asked: list[Task] = []
+    completions: list[Completion] = []
+    for update in range(config.updates_per_rollout):
+        chosen = indices[update * per_update : (update + 1) * per_update]
+        tasks = share_of_rank(strategy, [train[index] for index in chosen])
+        sampling = Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            n=n,
+            seed=derived_seed(strategy.seed, 4, step, update) % 2**31,
+        )
+        completions += strategy.gather_and_generate(sampling, all_prompt_token_ids=prompts(trainer, tasks))
+        asked += [task for task in tasks for _ in range(n)]
     texts = [decode(trainer.tokenizer, completion.output_token_ids) for completion in completions]
-    repeated = [task for task in tasks for _ in range(n)]
-    return Rollout(repeated, completions, texts, score(trainer.reward, repeated, texts))
+    return Rollout(asked, completions, texts, score(trainer.reward, asked, texts))
 
 
 def evaluate(trainer: Trainer) -> Evaluation:

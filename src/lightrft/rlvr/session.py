@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import asdict, define, frozen
 
-from lightrft.errors import CheckpointError, TaskError
+from lightrft.errors import CheckpointError, ConfigError, RankError, TaskError
 from lightrft.ops.schedulers import constant_with_warmup
 from lightrft.rlvr import grpo
 from lightrft.rlvr.advantages import RunningMoments
@@ -33,8 +34,13 @@ from lightrft.rlvr.run_directory import (
 from lightrft.rlvr.tasks import load_tasks
 from lightrft.strategy.flags import dump_toml
 from lightrft.strategy.protocol import Strategy
-from lightrft.strategy.strategy import get_strategy
+from lightrft.strategy.strategy import as_record, get_strategy
+from lightrft.wrappers import traced
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+T = TypeVar("T")
 SHOWN_TRANSCRIPTS = 12
 
 
@@ -93,16 +99,51 @@ def stop_on_interrupt() -> Iterator[StopRequest]:
         signal.signal(signal.SIGINT, before)
 
 
+def on_rank_0(strategy: Strategy, action: Callable[[], T]) -> T | None:
+    """What ``action`` gives on rank 0, None on the others; they wait for it, and end with it when it fails."""
+    result, failure = None, None
+    if strategy.is_rank_0():
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+    failed = bool(strategy.all_reduce(int(failure is not None), "max"))
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RankError("rank 0 could not go on, and says why.")
+    return result
+
+
+def load_in_turn(strategy: Strategy, spec: str) -> tuple[Module, Tokenizer]:
+    """The model on every rank. Rank 0 is first: what it converts or fetches is there for the others."""
+    with strategy.init_model_context():
+        loaded = on_rank_0(strategy, lambda: load_policy(spec))
+        return load_policy(spec) if loaded is None else loaded
+
+
+def check_world(config: TrainConfig, world_size: int) -> None:
+    """Refuses a batch that cannot be dealt out to the ranks in whole groups."""
+    n = config.strategy.n_samples_per_prompt
+    groups = config.strategy.train_batch_size // n
+    if config.strategy.train_batch_size % n or groups % world_size:
+        raise ConfigError(
+            f"train_batch_size={config.strategy.train_batch_size} is {config.strategy.train_batch_size / n:g} groups of "
+            f"n_samples_per_prompt={n}, and {world_size} ranks cannot have as many each. Use a train_batch_size of "
+            f"{max(1, round(groups / world_size)) * world_size * n}."
+        )
+
+
 def build_trainer(config: TrainConfig, strategy: Strategy) -> Trainer:
     """Loads tasks, reward and model; refuses what cannot work. Nothing is written."""
+    if strategy.world_size > 1:
+        check_world(config, strategy.world_size)
     tasks = load_tasks(config.task, held_out=config.held_out, seed=config.strategy.seed, size=config.task_size)
     reward = reward_by_name(config.reward, auto=tasks.reward)
-    with strategy.init_model_context():
-        model, tokenizer = load_policy(config.model)
+    model, tokenizer = load_in_turn(strategy, config.model)
     reference = None
     if config.strategy.use_kl_loss:
-        with strategy.init_model_context():
-            reference, _ = load_policy(config.model)
+        reference, _ = load_in_turn(strategy, config.model)
         reference.load_state_dict(model.state_dict())
         reference = strategy.prepare(reference.eval())
     optimizer = strategy.create_optimizer(
@@ -117,6 +158,7 @@ def build_trainer(config: TrainConfig, strategy: Strategy) -> Trainer:
     strategy.setup_inference_engine(
         EngineArguments(tokenizer, limit), engine_type=config.strategy.engine_type, actor=model
     )
+    strategy.update_engine_weights(model)
     trainer = Trainer(
         config=config,
         strategy=strategy,
@@ -148,11 +190,13 @@ def check_lengths(trainer: Trainer, limit: int | None) -> None:
 
 def open_directory(config: TrainConfig, strategy: Strategy, *, resume: bool, overwrite: bool) -> RunDirectory:
     """The run's directory. Rank 0 makes it; the others know where it is."""
-    if not strategy.is_rank_0():
-        return RunDirectory(Path(config.output))
-    directory = open_run(config.output, resume=resume, overwrite=overwrite)
-    write_config(directory, dump_toml(as_table(config)))
-    return directory
+
+    def make() -> RunDirectory:
+        directory = open_run(config.output, resume=resume, overwrite=overwrite)
+        write_config(directory, dump_toml(as_table(config)))
+        return directory
+
+    return on_rank_0(strategy, make) or RunDirectory(Path(config.output))
 
 
 def resume_step(trainer: Trainer, directory: RunDirectory) -> int:
@@ -174,15 +218,20 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
+    trace: Path | None = None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Trains as configured and leaves everything in ``config.output``.
+
+    ``trace``: a file for a picture of where the time goes (Perfetto, chrome://tracing), one for each rank.
 
     Ctrl-C ends it after the current step with a checkpoint (``Outcome.stopped``). Raises the errors of
     ``lightrft.errors``, before anything is written wherever that is possible.
     """
     checked(config)
     strategy = get_strategy(config.strategy)
+    if trace is not None:
+        strategy = traced(as_record(strategy), trace)
     try:
         strategy.setup_distributed()
         return _run(config, strategy, resume, overwrite, quiet, announce)
@@ -198,9 +247,10 @@ def _run(
     quiet: bool,
     announce: Callable[[str], None],
 ) -> Outcome:
-    if not resume and strategy.is_rank_0():
-        refuse_occupied(config, overwrite)
-    announce(f"loading the model {config.model!r} and the task {config.task!r}")
+    if not resume:
+        on_rank_0(strategy, lambda: refuse_occupied(config, overwrite))
+    if strategy.is_rank_0():
+        announce(f"loading the model {config.model!r} and the task {config.task!r}")
     trainer = build_trainer(config, strategy)
     directory = open_directory(config, strategy, resume=resume, overwrite=overwrite)
     start = resume_step(trainer, directory) if resume else 0
