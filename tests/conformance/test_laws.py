@@ -12,6 +12,7 @@ from lightrft.backends import deepspeed, fake, fsdp, local
 from lightrft.conformance.law import Law, Target, check
 from lightrft.conformance.laws import LAWS
 from lightrft.conformance.pool import RankPool, rank_pool
+from tests.conformance import branches
 
 IN_PROCESS = (Target(name="fake", build=fake.build), Target(name="local", build=local.build))
 ON_RANKS = (
@@ -44,7 +45,7 @@ def pools() -> Iterator[dict[tuple[str, int], RankPool]]:
 
 @pytest.mark.backends
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+@pytest.mark.parametrize("law", (*LAWS, *branches.LAWS), ids=lambda law: law.name)
 def test_law(law: Law, target: Target, pools: dict[tuple[str, int], RankPool]) -> None:
     if law.bf16 and target.name == "fake":
         pytest.skip("F2: the fake leaves the model's precision alone")

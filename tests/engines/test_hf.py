@@ -1,20 +1,37 @@
-"""The engine ``hf`` on a small random Qwen2: log-probabilities, order, stops, and the module as it was before."""
+"""The engine ``hf`` on a small random Qwen2: log-probabilities, order, stops, seeds, and the module as it was before."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed
 
-from lightrft.engines.hf import HfEngine, Watcher, batches, end_of, hf, hugging_face_config
+from lightrft.engines.hf import HfEngine, batches, hf, hf_copy
+from lightrft.engines.hf_sampling import (
+    Sampler,
+    Watcher,
+    end_of,
+    generation_config,
+    hugging_face_config,
+    row_seeds,
+    uniforms,
+    warpers,
+)
 from lightrft.engines.protocol import Completion, Engine, Request, Sampling
+from lightrft.engines.registry import is_sharded, make_engine
 from lightrft.errors import EngineError, UnsupportedOperation
+from lightrft.ops.composition import run_state
+from lightrft.ops.models import named_weights
+from lightrft.ops.world import World
+from lightrft.strategy.config import StrategyConfig
 
 pytest.importorskip("transformers")
 
@@ -190,6 +207,148 @@ def test_R7_without_a_seed_it_draws_from_the_ordinary_random_numbers() -> None:
     first, second = (engine.generate(requests(PROMPTS), sampling) for _ in range(2))
     torch.manual_seed(1)
     assert engine.generate(requests(PROMPTS), sampling) == first != second
+
+
+seeded_requests = st.lists(
+    st.builds(
+        Request, st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9).map(tuple), st.integers(0, 2**63 - 1)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=15)
+@given(
+    some=seeded_requests,
+    n=st.integers(1, 3),
+    split=st.integers(0, 6),
+    batch_tokens=st.sampled_from([1, 30, 60, 10_000]),
+    share=st.booleans(),
+    top_p=st.sampled_from([1.0, 0.9]),
+    data=st.data(),
+)
+def test_R7_R8_a_seeded_request_draws_the_same_in_any_call_batch_and_order(
+    some: list[Request], n: int, split: int, batch_tokens: int, share: bool, top_p: float, data: st.DataObject
+) -> None:
+    sampling = Sampling(max_new_tokens=5, n=n, temperature=2.0, top_p=top_p, seed=1)
+    expected = outputs(hf(tiny()).generate(some, sampling))
+    engine = hf(tiny(), batch_tokens=batch_tokens, share_prefill=share)
+    in_two = engine.generate(some[:split], sampling) + engine.generate(
+        some[split:], Sampling(max_new_tokens=5, n=n, temperature=2.0, top_p=top_p, seed=2)
+    )
+    assert outputs(in_two) == expected
+    order = data.draw(st.permutations(range(len(some))))
+    permuted = outputs(engine.generate([some[index] for index in order], sampling))
+    for place, index in enumerate(order):
+        assert permuted[place * n : (place + 1) * n] == expected[index * n : (index + 1) * n]
+
+
+@settings(max_examples=8)
+@given(prompts=prompt_lists, batch_tokens=st.sampled_from([1, 30, 60]))
+def test_R7_the_calls_seed_draws_the_same_in_any_batch(prompts: list[tuple[int, ...]], batch_tokens: int) -> None:
+    sampling = Sampling(max_new_tokens=5, n=2, temperature=2.0, seed=3)
+    split = hf(tiny(), batch_tokens=batch_tokens).generate(requests(prompts), sampling)
+    assert outputs(split) == outputs(hf(tiny()).generate(requests(prompts), sampling))
+
+
+def test_R7_a_longer_completion_begins_like_a_shorter_one_and_rows_that_end_early_change_no_other() -> None:
+    engine = hf(tiny())
+    seeded = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    long = outputs(engine.generate(seeded, Sampling(max_new_tokens=8, temperature=2.0)))
+    short = outputs(engine.generate(seeded, Sampling(max_new_tokens=3, temperature=2.0)))
+    assert short == [output[:3] for output in long]
+    alone = [engine.generate([one], Sampling(max_new_tokens=3, temperature=2.0)) for one in seeded]
+    assert short == [outputs(one)[0] for one in alone]
+    stop = long[0][1]
+    for free, stopped in zip(
+        long,
+        outputs(engine.generate(seeded, Sampling(max_new_tokens=8, temperature=2.0, stop_token_ids=[stop]))),
+        strict=True,
+    ):
+        assert stopped == free[: free.index(stop) + 1 if stop in free else 8]
+
+
+def test_R7_the_requests_seed_goes_before_the_calls_and_every_row_has_its_own() -> None:
+    def seeds(some: Sequence[Request], seed: int | None) -> list[int]:
+        return row_seeds(some, Sampling(n=2, seed=seed))
+
+    plain, own = Request((1,)), Request((1,), 7)
+    assert seeds([own, plain], 1)[:2] == seeds([plain, own], 2)[2:] == seeds([own], None)
+    assert seeds([own, plain], 1)[2:] == seeds([plain, plain], 1)[2:] != seeds([plain, plain], 2)[2:]
+    assert len({*seeds([own, plain, plain], 1), *seeds([Request((1,), 8)], 1), *seeds([plain], 7)}) == 10
+
+
+def test_R7_only_an_unseeded_draw_advances_the_trainers_random_numbers() -> None:
+    engine = hf(tiny())
+
+    def advances(some: Sequence[Request], sampling: Sampling) -> bool:
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        engine.generate(some, sampling)
+        return not torch.equal(torch.get_rng_state(), before)
+
+    plain, own = Request((1, 2)), Request((1, 2), 7)
+    assert advances([own, plain], Sampling(max_new_tokens=2))
+    assert not advances([own, own], Sampling(max_new_tokens=2))
+    assert not advances([own, plain], Sampling(max_new_tokens=2, seed=0))
+    assert not advances([plain], Sampling(max_new_tokens=2, temperature=0.0))
+
+
+def test_R7_transformers_has_nothing_to_warn_of() -> None:
+    config = generation_config(Sampling(temperature=0.5, top_p=0.9, top_k=5), ())
+    config.validate(strict=True)
+    assert config.do_sample is False
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), (0.02, 0.08, 0.3, 0.2, 0.0, 0.4)),
+        (Sampling(top_k=2), (0.0, 0.0, 0.3 / 0.7, 0.0, 0.0, 0.4 / 0.7)),
+        (Sampling(top_p=0.85), (0.0, 0.0, 0.3 / 0.9, 0.2 / 0.9, 0.0, 0.4 / 0.9)),
+        (Sampling(temperature=0.5), (0.0004 / 0.2968, 0.0064 / 0.2968, 0.09 / 0.2968, 0.04 / 0.2968, 0, 0.16 / 0.2968)),
+        (Sampling(temperature=0.5, top_k=3, top_p=0.8), (0.0, 0.0, 0.36, 0.0, 0.0, 0.64)),
+    ],
+)
+def test_R7_what_is_drawn_has_the_stated_distribution(sampling: Sampling, expected: tuple[float, ...]) -> None:
+    rows = 20_000
+    scores = torch.tensor([0.02, 0.08, 0.3, 0.2, 0.0, 0.4]).log().expand(rows, -1)
+    ids = torch.zeros(rows, 4, dtype=torch.long)
+    for warp in warpers(sampling):
+        scores = warp(ids, scores)
+    sampler = Sampler(uniforms(range(rows), 3), prompt_length=2)
+    counts = torch.bincount(sampler(ids, scores).argmax(-1), minlength=6).double()
+    wanted = torch.tensor(expected, dtype=torch.float64) * rows
+    possible = wanted > 0
+    assert counts[~possible].sum() == 0
+    chi_square = float(((counts - wanted)[possible] ** 2 / wanted[possible]).sum())
+    assert chi_square < 20.5  # of at most 4 degrees of freedom: exceeded with probability 0.0004
+
+
+def test_R7_no_random_number_falls_on_a_token_that_cannot_be_drawn() -> None:
+    inf = torch.inf
+    scores = torch.tensor([[-inf, 0.0, -inf, 0.5, 0.1, -inf]]).expand(2, -1)
+    sampler = Sampler(torch.tensor([[0.5, 0.0], [0.5, 1 - 2**-53]], dtype=torch.float64), prompt_length=1)
+    drawn = sampler(torch.zeros(2, 2, dtype=torch.long), scores)  # the second step
+    assert drawn.argmax(-1).tolist() == [1, 4]
+    assert drawn.isfinite().sum(-1).tolist() == [1, 1]
+    sampler.check()
+
+
+def test_R7_each_step_of_each_row_has_a_random_number_of_its_own() -> None:
+    numbers = uniforms([3, 4], 100)
+    assert numbers.dtype == torch.float64
+    assert len(set(numbers.flatten().tolist())) == 200
+    assert torch.equal(uniforms([4], 7), numbers[1:, :7])
+
+
+def test_R7_logits_that_are_not_finite_are_refused() -> None:
+    model = fresh()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(EngineError, match="not finite"):
+        hf(model).generate(requests(PROMPTS), Sampling(max_new_tokens=2))
 
 
 def test_FC36_FC37_equal_prompts_and_n_each_get_their_own_samples() -> None:
@@ -421,3 +580,128 @@ def test_S2_what_hf_cannot_do_or_be_made_from_is_said() -> None:
         hf(torch.nn.Linear(2, 2))
     with pytest.raises(EngineError, match="batch_tokens=0"):
         hf(tiny(), batch_tokens=0)
+
+
+# --------------------------------------------------------------------------------------------- a copy of the model
+
+
+def assert_same(some: Sequence[Completion], others: Sequence[Completion]) -> None:
+    """The last digits depend on where in memory the weights lie."""
+    assert outputs(some) == outputs(others)
+    for one, other in zip(some, others, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_R2_a_copy_generates_like_its_model_and_shares_nothing_with_it() -> None:
+    model = fresh()
+    model.generation_config.eos_token_id = 5
+    config = model.config.to_dict()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    engine = hf_copy(model, max_model_len=32, batch_tokens=100, share_prefill=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.config.to_dict() == config
+    assert (engine.eos_token_ids, engine.max_model_len, engine.batch_tokens) == ((5,), 32, 100)
+    assert not engine.capabilities.shares_weights
+    engine.update_weights(named_weights(model))
+    sampling = Sampling(max_new_tokens=6, n=2, seed=3)
+    expected = hf(model, max_model_len=32, batch_tokens=100, share_prefill=False).generate(requests(PROMPTS), sampling)
+    assert_same(engine.generate(requests(PROMPTS), sampling), expected)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    assert_same(engine.generate(requests(PROMPTS), sampling), expected)
+    assert not any(parameter.requires_grad for parameter in engine.model.parameters())
+    assert engine.model.get_parameter("lm_head.weight") is engine.model.get_parameter("model.embed_tokens.weight")
+
+
+def test_R2_a_copy_takes_what_it_is_given_in_its_own_dtype_and_some_later_on() -> None:
+    model = fresh()
+    engine = hf_copy(model, device=torch.device("cpu"))
+    engine.update_weights((name, tensor.double()) for name, tensor in named_weights(model))
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
+    engine.update_weights([("lm_head.weight", torch.zeros_like(model.lm_head.weight))])  # tied, by its second name
+    assert not engine.model.get_parameter("model.embed_tokens.weight").any()
+    assert len(engine.generate([Request((1,))], Sampling())) == 1
+
+
+def test_R2_a_copy_has_its_models_dtype() -> None:
+    engine = hf_copy(fresh().bfloat16())
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
+
+
+def test_R2_FC32_a_copy_refuses_what_does_not_fit_and_to_generate_before_it_is_whole() -> None:
+    model = fresh()
+    engine = hf_copy(model)
+
+    def refused(*named: tuple[str, torch.Tensor], says: str) -> None:
+        with pytest.raises(EngineError, match=says):
+            engine.update_weights(named)
+        with pytest.raises(EngineError, match=r"strategy\.update_engine_weights\(actor\) first"):
+            engine.generate([Request((1,))], Sampling())
+
+    weights = list(named_weights(model))
+    refused(says="not given 26 of its parameters, such as 'model.embed_tokens.weight'")
+    refused(*weights[:-1], says=r"not given 1 of its parameters, such as 'model\.norm\.weight'")
+    refused(("_orig_mod.lm_head.weight", weights[0][1]), says=r"no parameter '_orig_mod\.lm_head\.weight'")
+    refused(*weights, ("model.norm.weight", torch.zeros(0)), says=r"of shape \(0,\) where its own is \(64,\)")
+    engine.update_weights(weights)
+    engine.generate([Request((1,))], Sampling())
+    refused(weights[0], ("model.norm.weight", torch.zeros(0)), says="shape")  # a mixture of two models
+    engine.update_weights(weights)
+    engine.close()
+    assert {parameter.device.type for parameter in engine.model.parameters()} == {"meta"}
+    engine.close()
+    refused(says="not given")
+
+
+def make(actor: Any, bf16: bool) -> Engine:
+    """What a strategy makes for ``actor``."""
+    state = run_state(StrategyConfig(bf16=bf16), World(), torch.device("cpu"))
+    return make_engine(state, None, "hf", actor)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_R2_a_sharded_actor_gets_an_engine_with_a_copy() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model, sampling = fresh(), Sampling(max_new_tokens=4, n=2, seed=3)
+    expected = hf(model).generate(requests(PROMPTS), sampling)
+    mesh, precision = init_device_mesh("cpu", (1,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    model(torch.tensor([[1, 2]]))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert is_sharded(model)
+    engine = make(model, bf16=False)
+    assert not engine.capabilities.shares_weights
+    engine.update_weights(named_weights(model))
+    assert_same(engine.generate(requests(PROMPTS), sampling), expected)
+
+
+def test_R2_only_a_sharded_actor_is_copied_and_the_copy_computes_in_the_runs_precision() -> None:
+    model = fresh()
+    head = model.lm_head.weight
+    assert not is_sharded(model)
+    whole = make(model, bf16=True)
+    assert isinstance(whole, HfEngine)
+    assert whole.model is model
+    head.ds_id = 0
+    assert is_sharded(model)
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        in_bf16 = model.eval()(tokens).logits
+    for bf16 in (True, False):
+        engine = make(model, bf16=bf16)
+        assert isinstance(engine, HfEngine)
+        engine.update_weights(named_weights(model))
+        assert torch.equal(engine.model(tokens).logits, in_bf16) == bf16

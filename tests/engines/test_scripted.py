@@ -41,6 +41,13 @@ def test_R7_the_seed_and_the_sample_show_in_the_default_reply() -> None:
     assert all(0 <= token < 10 for token in generate(scripted(vocab_size=10), (9, 8), seed=7)[0].output_token_ids)
 
 
+def test_R7_a_requests_seed_goes_before_the_calls_and_the_batch_does_not_show() -> None:
+    own, plain, sampling = Request(A, 5), Request(A), Sampling(seed=1, n=2)
+    alone = scripted().generate([own], Sampling(n=2))
+    assert scripted().generate([plain, own], sampling)[2:] == alone == scripted().generate([own, plain], sampling)[:2]
+    assert alone != scripted().generate([plain], sampling) == scripted().generate([own, plain], sampling)[2:]
+
+
 def test_R7_limits_and_stops() -> None:
     engine = scripted(lambda prompt, sample: [7, 8, 9])
     (cut,) = generate(engine, A, max_new_tokens=2)

@@ -18,6 +18,8 @@ class ZeroOptimizer:
     cpu_offload: bool
     averaged_gradients: dict[int, object]
     all_grad_tensors: dict[int, object]
+    grad_partitions_flat_buffer: Tensor
+    def _release_preflattened_grad_buffers(self) -> None: ...
     fp32_partitioned_groups_flat: list[Parameter]
     single_partition_of_fp32_groups: list[Parameter]
     _hp_optimizer_states_linked: bool

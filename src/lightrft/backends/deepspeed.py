@@ -308,10 +308,11 @@ def were_dropped(state: RunState, model: Module, optimizer: Optimizer) -> bool:
 def drop(zero: deepspeed.ZeroOptimizer) -> None:
     """Forgets what an unfinished window has accumulated, as DeepSpeed does when it skips an update."""
     zero.zero_grad(set_to_none=True)
-    release = getattr(zero, "_release_preflattened_grad_buffers", None)  # stages 1 and 2
-    if release is None:
-        return  # stage 3 writes over it with the first backward
-    release()
+    if hasattr(zero, "grad_partitions_flat_buffer"):  # stage 3
+        # The first backward writes over it, but only where a parameter is used.
+        zero.grad_partitions_flat_buffer.zero_()
+        return
+    zero._release_preflattened_grad_buffers()
     if zero.cpu_offload:
         zero.reset_cpu_buffers()
         zero.micro_step_id = -1

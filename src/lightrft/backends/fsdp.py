@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from attrs import evolve
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import Module
@@ -16,11 +17,12 @@ from torch.optim import Optimizer
 
 from lightrft.engines import registry
 from lightrft.errors import ConfigError
-from lightrft.ops import ranks, seeds
+from lightrft.ops import accumulation, ranks, seeds
+from lightrft.ops.accumulation import IN_PARAMETERS
 from lightrft.ops.collectives_of_ranks import collecting
 from lightrft.ops.composition import Parts, composed, run_state
 from lightrft.ops.meta_init import filling
-from lightrft.ops.models import keep_master_weights
+from lightrft.ops.models import keep_master_weights, reshard
 from lightrft.ops.peers import note_peers_in_forward
 from lightrft.ops.sharding import blocks_of, names_of, refuse_stepped, repoint
 from lightrft.ops.whole_state import SHARDED
@@ -86,6 +88,12 @@ def shard(state: RunState, model: Module, fill: Callable[[Module], None]) -> Non
         fully_shard(unit, mesh=state.mesh, mp_policy=precision, offload_policy=offload)
 
 
+def apply_update(state: RunState, model: Module, optimizer: Optimizer, rescale: float) -> float:
+    """As where everything is whole; what a forward has gathered is let go of first, or the next one would see it."""
+    reshard(model)
+    return accumulation.apply_update(state, model, optimizer, rescale)
+
+
 def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
     """The ranks that the launcher started, or one without a launcher; nobody is met before ``setup_distributed``."""
     refuse_ignored(config, NAME, CARRIES)
@@ -97,6 +105,7 @@ def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
         close=bind(ranks.leave_ranks, run),
         collecting=collecting(run),
         prepare_model=prepare_model,
+        gradients=evolve(IN_PARAMETERS, apply=apply_update),
         whole_state=SHARDED,
         init_model_context=bind(seeds.init_model_context, run),
         setup_inference_engine=bind(registry.setup_inference_engine, run),

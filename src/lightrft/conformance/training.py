@@ -84,6 +84,43 @@ def callers_loss(make: Make) -> None:
     assert float(loss.detach()) == 3.0, f"the caller's loss became {float(loss.detach())}"
 
 
+def two_forwards_one_backward(make: Make) -> None:
+    strategy = make(train_batch_size=2 * make().world_size, max_norm=0.0)
+    model = line(1.0)
+    model, optimizer = strategy.prepare((model, sgd(model)))
+    for _ in range(2):
+        loss = model(column(1.0)).mean() + model(column(3.0)).mean()
+        strategy.backward(loss, model, optimizer)
+        strategy.optimizer_step(optimizer, model)
+    close_to(1.0 - weight(strategy, model), 4.0)
+
+
+def forwards_before_backwards(make: Make) -> None:
+    strategy = make(train_batch_size=2 * make().world_size, max_norm=0.0)
+    model = line(1.0)
+    model, optimizer = strategy.prepare((model, sgd(model)))
+    for _ in range(2):
+        losses = [model(column(1.0)).mean(), model(column(3.0)).mean()]
+        for loss in losses:
+            strategy.backward(loss, model, optimizer)
+            strategy.optimizer_step(optimizer, model)
+    close_to(1.0 - weight(strategy, model), 4.0)
+
+
+def an_update_shows_in_the_next_forward(make: Make) -> None:
+    strategy = make(train_batch_size=make().world_size, max_norm=0.0)
+    model = line(1.0)
+    model, optimizer = strategy.prepare((model, sgd(model)))
+    x = column(2.0)
+    for expected in (-1.0, -3.0):
+        strategy.backward(model(x).mean(), model, optimizer)
+        with torch.no_grad():
+            model(x)  # what a forward without a backward keeps must not outlive the update
+        strategy.optimizer_step(optimizer, model)
+        with torch.no_grad():
+            close_to(float(model(x)), 2.0 * expected)
+
+
 # -------------------------------------------------------------------------------------------------------------- windows
 
 
@@ -568,6 +605,9 @@ LAWS = (
         {"accumulation": st.integers(1, 4), "micro": st.integers(1, 2), "seed": st.integers(0, 100)},
     ),
     Law("FC01: the accumulation length does not change it", accumulation_length, {"micro": st.sampled_from([1, 2, 4])}),
+    Law("T1: two forwards, one backward", two_forwards_one_backward),
+    Law("T1: all forwards before all backwards", forwards_before_backwards),
+    Law("T2: an update shows in the next forward", an_update_shows_in_the_next_forward),
     Law("FC03: the caller's loss is left alone", callers_loss),
     Law(
         "T2: applies on each A-th call and changes nothing between",

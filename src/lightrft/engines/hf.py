@@ -12,26 +12,30 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from attrs import define, field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import Module
 
 from lightrft.engines.checks import check_requests
-from lightrft.engines.protocol import Capabilities, Completion, FinishReason, Request, Sampling
+from lightrft.engines.hf_sampling import (
+    Recorder,
+    Sampler,
+    Tokenizer,
+    Watcher,
+    end_of,
+    generation_config,
+    hugging_face_config,
+    row_seeds,
+    uniforms,
+    warpers,
+)
+from lightrft.engines.hf_weights import Incomplete, check_own, copy_weights, empty_copy, parameter_names
+from lightrft.engines.protocol import Capabilities, Completion, Request, Sampling
 from lightrft.errors import EngineError, UnsupportedOperation
 from lightrft.ops.models import cache_keyword
 
 if TYPE_CHECKING:
-    from transformers import Cache, GenerationConfig, PreTrainedModel
-
-
-class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer: stop strings are looked for in decoded text, text prompts are encoded."""
-
-    @property
-    def eos_token_id(self) -> int | list[int] | None: ...
-    def decode(self, token_ids: list[int], /) -> str: ...
-    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
+    from transformers import Cache, PreTrainedModel
 
 
 class Generates(Protocol):
@@ -42,7 +46,7 @@ class Generates(Protocol):
 
 @frozen(eq=False)
 class HfEngine:
-    """See :func:`hf`."""
+    """See :func:`hf` and :func:`hf_copy`."""
 
     model: Module
     tokenizer: Tokenizer | None
@@ -50,11 +54,21 @@ class HfEngine:
     batch_tokens: int
     share_prefill: bool
     eos_token_ids: tuple[int, ...]
+    incomplete: Incomplete | None = None
+    """What a copy of the model lacks; None: the model is the trainer's own."""
     capabilities: Capabilities = field(default=Capabilities(shares_weights=True))
     name: str = "hf"
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Completions in the order of the requests; batches are formed by length and put back in order."""
+        """Completions in the order of the requests; batches are formed by length and put back in order.
+
+        Each is drawn from a seed of its own: batches, their order and the other requests change none.
+        """
+        if self.incomplete is not None and self.incomplete.awaited:
+            raise EngineError(
+                "engine 'hf' has a copy of the model here, and not yet all of its weights. "
+                "Call strategy.update_engine_weights(actor) first."
+            )
         check_requests(
             requests,
             sampling,
@@ -64,38 +78,39 @@ class HfEngine:
         )
         prompts = [request.prompt_token_ids for request in requests for _ in range(sampling.n)]
         done: dict[int, Completion] = {}
-        with generating(self.model), repeating(sampling.seed, device_of(self.model)):
+        seeds = row_seeds(requests, sampling) if sampling.temperature > 0.0 else [0] * len(prompts)
+        with generating(self.model):
             for batch in batches(prompts, sampling.max_new_tokens, self.batch_tokens):
-                rows = [prompts[index] for index in batch]
-                done.update(zip(batch, complete(self, rows, sampling), strict=True))
+                some = complete(self, [prompts[row] for row in batch], [seeds[row] for row in batch], sampling)
+                done.update(zip(batch, some, strict=True))
         return [done[index] for index in range(len(prompts))]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies nothing: the weights are the module's own. Raises ``EngineError`` for any that are not."""
-        own = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
-        for name, tensor in named_tensors:
-            if name not in own:
-                raise EngineError(
-                    f"engine 'hf' has no parameter {name!r}. Pass the names of the plain, unwrapped model."
-                )
-            if tensor.data_ptr() != own[name].data_ptr():
-                raise EngineError(
-                    f"engine 'hf' generates from the module that it was made with, and {name!r} is another module's. "
-                    f"Set the engine up with this actor."
-                )
+        """Copies nothing where the weights are the module's own, and raises ``EngineError`` for any that are not.
+
+        A copy takes all parameters at first, by name, and any of them afterwards; ``EngineError`` for a name or a shape
+        that it does not have, and for a parameter that was not among the first.
+        """
+        if self.incomplete is None:
+            check_own(self.model, named_tensors)
+        else:
+            copy_weights(self.model, self.incomplete, named_tensors)
 
     def flush_cache(self) -> None:
         """Nothing is kept between two calls of :meth:`generate`."""
 
     def sleep(self, level: int = 1) -> None:
-        """Its weights are the trainer's: there is nothing to free."""
-        raise UnsupportedOperation("engine 'hf' cannot sleep: it holds no memory of its own. Instead: leave it awake.")
+        """Its weights are the trainer's, or needed on the device at the next rollout."""
+        raise UnsupportedOperation("engine 'hf' cannot sleep: it keeps its weights in place. Instead: leave it awake.")
 
     def wake_up(self) -> None:
         """It never sleeps."""
 
     def close(self) -> None:
-        """The module is the trainer's; nothing else is held."""
+        """Frees a copy's weights; the trainer's module is left alone."""
+        if self.incomplete is not None:
+            self.model.to_empty(device="meta")
+            self.incomplete.awaited = parameter_names(self.model)
 
 
 def hf(
@@ -134,6 +149,26 @@ def hf(
         share_prefill=share_prefill,
         eos_token_ids=end_of_sequence(model, tokenizer),
     )
+
+
+def hf_copy(
+    model: Module,
+    tokenizer: Tokenizer | None = None,
+    max_model_len: int | None = None,
+    *,
+    batch_tokens: int = 32_768,
+    share_prefill: bool = True,
+    device: torch.device | None = None,
+) -> HfEngine:
+    """As :func:`hf`, on a module of its own: for a ``model`` of whose parameters this process holds but a part.
+
+    The copy is of the kind that ``model.config`` says, has the dtype of the model's first parameter, lies on ``device``
+    (by default the model's) and has the model's buffers as they are now. Its parameters are left as the memory was: it
+    refuses to generate until ``update_weights`` gave it all of them.
+    """
+    engine = hf(model, tokenizer, max_model_len, batch_tokens=batch_tokens, share_prefill=share_prefill)
+    own = empty_copy(model, device_of(model) if device is None else device)
+    return evolve(engine, model=own, incomplete=Incomplete(parameter_names(own)), capabilities=Capabilities())
 
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -185,19 +220,6 @@ def generating(model: Module) -> Iterator[None]:
             module.training = training
 
 
-@contextmanager
-def repeating(seed: int | None, device: torch.device) -> Iterator[None]:
-    """With a seed: random numbers from that seed, and the trainer's own sequence of them untouched."""
-    if seed is None:
-        yield
-        return
-    on_cpu = device.type == "cpu"
-    with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
-        # Not torch.manual_seed: it seeds every device, those that were not forked too.
-        (torch.default_generator if on_cpu else torch.get_device_module(device)).manual_seed(seed)
-        yield
-
-
 # -------------------------------------------------------------------------------------------------------- a batch
 
 
@@ -221,12 +243,16 @@ def left_padded(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def complete(engine: HfEngine, rows: Sequence[tuple[int, ...]], sampling: Sampling) -> list[Completion]:
-    """One completion for each row."""
+def complete(
+    engine: HfEngine, rows: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+) -> list[Completion]:
+    """One completion for each row, drawn from its seed."""
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
     ids_RL, mask_RL = left_padded(rows, device_of(engine.model))
     recorder = Recorder(sampling.temperature or 1.0)
+    sampler = Sampler(uniforms(seeds, sampling.max_new_tokens).to(ids_RL.device), ids_RL.shape[1])
+    drawing = [*warpers(sampling), sampler] if sampling.temperature > 0.0 else []
     watcher = Watcher(engine.tokenizer, sampling.stop, ids_RL.shape[1])
     arguments: dict[str, object] = {"input_ids": ids_RL, "attention_mask": mask_RL}
     if engine.share_prefill and ids_RL.shape[1] > 1 and len(set(rows)) < len(rows):
@@ -235,9 +261,10 @@ def complete(engine: HfEngine, rows: Sequence[tuple[int, ...]], sampling: Sampli
     sequences_RM = cast("Generates", engine.model).generate(
         **arguments,
         generation_config=generation_config(sampling, stops),
-        logits_processor=LogitsProcessorList([recorder] if sampling.logprobs else []),
+        logits_processor=LogitsProcessorList([*([recorder] if sampling.logprobs else []), *drawing]),
         stopping_criteria=StoppingCriteriaList([watcher] if sampling.stop else []),
     )
+    sampler.check()
     output_RN = sequences_RM[:, ids_RL.shape[1] :]
     logprobs = recorder.finish(output_RN).tolist() if sampling.logprobs else [None] * len(rows)
     completions = []
@@ -246,33 +273,6 @@ def complete(engine: HfEngine, rows: Sequence[tuple[int, ...]], sampling: Sampli
         kept = None if drawn is None else tuple(drawn[:length])
         completions.append(Completion(prompt, tuple(output[:length]), kept, reason))
     return completions
-
-
-def end_of(output: Sequence[int], stops: frozenset[int], string_end: int | None) -> tuple[int, FinishReason]:
-    """The number of tokens of a completion, its stop token included, and why it ended."""
-    token_end = next((place + 1 for place, token in enumerate(output) if token in stops), None)
-    ends = [end for end in (token_end, string_end) if end is not None]
-    return (min(ends), "stop") if ends else (len(output), "length")
-
-
-def generation_config(sampling: Sampling, stops: Sequence[int]) -> GenerationConfig:
-    """Hugging Face's words for ``sampling``."""
-    drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    return hugging_face_config(
-        max_new_tokens=sampling.max_new_tokens,
-        use_cache=True,
-        do_sample=sampling.temperature > 0.0,
-        eos_token_id=list(stops) or None,
-        pad_token_id=stops[0] if stops else 0,
-        **(drawing if sampling.temperature > 0.0 else {}),
-    )
-
-
-def hugging_face_config(**settings: object) -> GenerationConfig:
-    """Their record of settings; what is not set is None."""
-    from transformers import GenerationConfig
-
-    return GenerationConfig(**settings)  # type: ignore[no-untyped-call]  # transformers leaves __init__ untyped
 
 
 # ------------------------------------------------------------------------------------------------- shared prefixes
@@ -300,61 +300,3 @@ def shared_prefix(model: Module, rows: Sequence[tuple[int, ...]]) -> Cache:
     )
     cache.batch_select_indices(torch.tensor([distinct[row] for row in rows], device=ids_UL.device))
     return cache
-
-
-# ------------------------------------------------------------------------------------------- hooks into `generate`
-
-
-@define(eq=False)
-class Recorder:
-    """A logits processor that changes nothing and keeps the log-probability of each token that was drawn.
-
-    It stands before temperature, top-k and top-p, so it sees the model's own logits. Which token was drawn shows in the
-    next call, so that only one step's logits are held: keeping all, as ``output_logits`` does, takes R * N * V floats.
-    """
-
-    temperature: float
-    drawn: list[Tensor] = field(factory=list)
-    logprobs: Tensor | None = None
-    """Of the latest step, float32 [R, V]."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._take(input_ids[:, -1])
-        self.logprobs = torch.log_softmax(scores.float() / self.temperature, dim=-1)
-        return scores
-
-    def finish(self, output_RN: Tensor) -> Tensor:
-        """All of them, float32 [R, N]."""
-        if len(self.drawn) < output_RN.shape[1]:
-            self._take(output_RN[:, -1])
-        return torch.stack(self.drawn[: output_RN.shape[1]], dim=1)
-
-    def _take(self, token_R: Tensor) -> None:
-        if self.logprobs is not None:
-            self.drawn.append(self.logprobs.gather(1, token_R[:, None]).squeeze(1))
-
-
-@define(eq=False)
-class Watcher:
-    """A stopping criterion: the first token at which a row's text holds a stop string.
-
-    Only the end of a row is decoded anew at each step: a stop string spans at most as many tokens as it has bytes.
-    """
-
-    tokenizer: Tokenizer | None
-    stop: tuple[str, ...]
-    prompt_length: int
-    ended: dict[int, int] = field(factory=dict)
-    """For each row that a string ended: the number of its tokens."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: object) -> Tensor:
-        if self.tokenizer is None:
-            raise EngineError(f"stop={self.stop!r} needs a tokenizer. Make the engine with one, or use stop_token_ids.")
-        length = input_ids.shape[1] - self.prompt_length
-        window = min(length, max(len(string.encode()) for string in self.stop) + 8)
-        for row, tail in enumerate(input_ids[:, -window:].tolist()):
-            if row not in self.ended:
-                text = self.tokenizer.decode(tail)
-                if any(string in text for string in self.stop):
-                    self.ended[row] = length
-        return torch.tensor([row in self.ended for row in range(len(input_ids))], device=input_ids.device)

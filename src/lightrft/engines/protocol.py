@@ -54,6 +54,9 @@ class Request:
     """One prompt, as the token ids that the model reads."""
 
     prompt_token_ids: tuple[int, ...] = field(converter=_ids)
+    seed: int | None = None
+    """Draws this prompt's completions from this seed, whatever else is in the batch; None: from the call's seed and the
+    position among its requests."""
 
 
 @frozen

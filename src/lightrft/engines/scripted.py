@@ -65,11 +65,7 @@ class ScriptedEngine:
         check_requests(
             requests, sampling, vocab_size=self.vocab_size, max_model_len=self.max_model_len, has_tokenizer=False
         )
-        return [
-            self._completion(request.prompt_token_ids, sample, sampling)
-            for request in requests
-            for sample in range(sampling.n)
-        ]
+        return [self._completion(request, sample, sampling) for request in requests for sample in range(sampling.n)]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Takes note of the names."""
@@ -103,9 +99,10 @@ class ScriptedEngine:
         if self.state.asleep:
             raise EngineError(f"{operation} while the engine 'scripted' sleeps. Call wake_up() first.")
 
-    def _completion(self, prompt: tuple[int, ...], sample: int, sampling: Sampling) -> Completion:
+    def _completion(self, request: Request, sample: int, sampling: Sampling) -> Completion:
+        prompt = request.prompt_token_ids
         said = tuple(
-            default_reply(prompt, sample, sampling, self.vocab_size)
+            default_reply(request, sample, sampling, self.vocab_size)
             if self.reply is None
             else self.reply(prompt, sample)
         )
@@ -120,9 +117,14 @@ class ScriptedEngine:
         return Completion(prompt, output, logprobs if sampling.logprobs else None, reason)
 
 
-def default_reply(prompt: tuple[int, ...], sample: int, sampling: Sampling, vocab_size: int) -> list[int]:
-    """As many tokens as may be, from the prompt, the sample's number and the seed: the same in every process."""
-    start = sum((place + 1) * token for place, token in enumerate(prompt)) + 31 * sample + 17 * (sampling.seed or 0)
+def default_reply(request: Request, sample: int, sampling: Sampling, vocab_size: int) -> list[int]:
+    """As many tokens as may be, from the prompt, the sample's number and the seed, the request's own before the call's.
+
+    The same in every process and in every batch.
+    """
+    seed = sampling.seed if request.seed is None else request.seed
+    weighted = sum((place + 1) * token for place, token in enumerate(request.prompt_token_ids))
+    start = weighted + 31 * sample + 17 * (seed or 0)
     return [(start + 3 * place) % vocab_size for place in range(sampling.max_new_tokens)]
 
 
@@ -145,7 +147,7 @@ def scripted(
     """An engine for tests: deterministic, needs no model, keeps a list of its ``calls``.
 
     ``reply`` gives the output ids for a prompt and the number of the sample; without it they follow from the prompt,
-    the sample's number and ``sampling.seed``. A ``reply`` that raises is a fault injected. Asleep, it refuses to
+    the sample's number and the seed. A ``reply`` that raises is a fault injected. Asleep, it refuses to
     generate or to update with an ``EngineError``: waking it first is the strategy's part (law R4).
     """
     return ScriptedEngine(reply, vocab_size, max_model_len, Capabilities(sleep=can_sleep))

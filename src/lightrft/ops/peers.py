@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from attrs import evolve
 from torch.nn import Module
 
 from lightrft.errors import RankError
@@ -28,8 +29,14 @@ def this_process() -> Peer:
 def meet(state: RunState) -> Sequence[Peer]:
     """The processes of all ranks, in rank order."""
     peers: list[Peer | None] = [None] * state.world.world_size
+    here = this_process().host
     dist.all_gather_object(peers, this_process())
-    return [peer for peer in peers if peer is not None]
+    # Containers may share a name, and see nothing of each other's processes.
+    return [
+        evolve(peer, host=f"another {here}") if peer.host == here and not is_running(peer) else peer
+        for peer in peers
+        if peer is not None
+    ]
 
 
 def is_running(peer: Peer) -> bool:
@@ -47,23 +54,26 @@ def is_running(peer: Peer) -> bool:
     return True
 
 
-def gone(state: RunState) -> list[int]:
+def ended(state: RunState) -> list[int]:
     """The ranks on this machine whose process has ended."""
-    here = this_process()
+    here = this_process().host
+    return [rank for rank, peer in enumerate(state.peers) if peer.host == here and not is_running(peer)]
+
+
+def gone(state: RunState) -> list[int]:
+    """Those, given a moment: a connection breaks before the process is seen as ended."""
     deadline = time.monotonic() + GRACE
-    while True:
-        found = [rank for rank, peer in enumerate(state.peers) if peer.host == here.host and not is_running(peer)]
-        if found or time.monotonic() > deadline:
-            return found
+    while not (found := ended(state)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return found
 
 
 def explanation(state: RunState, operation: str) -> str:
     """What is known when a connection broke or waited too long during ``operation``."""
-    ended = gone(state)
+    lost = gone(state)
     who = f"rank {state.world.rank} of {state.world.world_size}"
-    if ended:
-        names = ", ".join(f"rank {rank} (process {state.peers[rank].pid})" for rank in ended)
+    if lost:
+        names = ", ".join(f"rank {rank} (process {state.peers[rank].pid})" for rank in lost)
         return f"{who}, {operation}: {names} is gone. Its own output, or the system's log, says why; then start again."
     places = ", ".join(f"rank {rank} on {peer.host}" for rank, peer in enumerate(state.peers))
     return (

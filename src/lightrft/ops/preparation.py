@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, overload
 
+import torch
 from attrs import frozen
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -94,11 +95,15 @@ class PrepareEach:
 
 def check_item(position: int, item: object) -> None:
     """Refuses what ``prepare`` does not take, naming which argument it was."""
-    if item is None or isinstance(item, Module):
+    if item is None:
+        return
+    if isinstance(item, Module):
+        check_devices(position, item)
         return
     kinds = (Module, Optimizer | None, LRScheduler | None)
     if isinstance(item, tuple) and 2 <= len(item) <= 3 and all(map(isinstance, item, kinds)):
         model, optimizer = item[:2]
+        check_devices(position, model)
         if isinstance(optimizer, Optimizer):
             check_optimizer(position, model, optimizer)
         return
@@ -106,6 +111,19 @@ def check_item(position: int, item: object) -> None:
         f"prepare: argument {position} is a {type(item).__name__}. Pass a model, (model, optimizer), "
         f"(model, optimizer, scheduler) or None."
     )
+
+
+def check_devices(position: int, model: Module) -> None:
+    """Refuses a model in pieces: where it is to be, no backend can guess."""
+    examples: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        examples.setdefault(parameter.device, name)
+    if len(examples) > 1:
+        seen = ", ".join(f"{name} on {device}" for device, name in examples.items())
+        raise ValueError(
+            f"prepare: the parameters of argument {position} lie on different devices: {seen}. Put the model on one of "
+            f"them first; for one made without memory, make all of it under init_model_context(meta_init=True)."
+        )
 
 
 def check_optimizer(position: int, model: Module, optimizer: Optimizer) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from lightrft.errors import ConfigError, RankError
-from lightrft.ops.peers import meet, naming_peers
+from lightrft.ops.peers import ended, meet, naming_peers
 from lightrft.ops.rollout import close_engine
 from lightrft.ops.seeds import seed_rank
 from lightrft.ops.world import World, discover, place_on_machine
@@ -22,6 +27,8 @@ TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others where the caller does not say: torch's own default for gloo."""
 PARTING = timedelta(seconds=10)
 """How long a rank that leaves waits for the others to leave with it."""
+LATE = timedelta(seconds=2)
+"""How much later than its timeout torch may give up by itself: its text says more than ours can."""
 
 
 def get_rank(state: RunState) -> int:
@@ -91,7 +98,8 @@ def join_ranks(state: RunState, timeout: timedelta | None = None) -> None:
             torch.cuda.set_device(state.device)
         open_process_group(state, TIMEOUT if timeout is None else timeout)
         state.owns_process_group = True
-    state.peers = meet(state)
+    with naming_peers(state, "setup_distributed"):
+        state.peers = meet(state)
     seed_rank(state)
     state.is_set_up = True
 
@@ -101,18 +109,8 @@ def open_process_group(state: RunState, timeout: timedelta) -> None:
     world = state.world
     backend = "cpu:gloo,cuda:nccl" if state.device.type == "cuda" else "gloo"
     try:
-        if world.address is None:
-            # Alone and without a launcher: a store in memory, so that no port is opened.
-            store = dist.HashStore()  # type: ignore[attr-defined]  # public, and left out of torch's own list
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        else:
-            dist.init_process_group(
-                backend,
-                init_method=f"tcp://{world.address}",
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timeout,
-            )
+        store = store_of_ranks(world, timeout)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -121,6 +119,34 @@ def open_process_group(state: RunState, timeout: timedelta) -> None:
             f"{timeout.total_seconds():g} s: {_first_line(error)}. Start all {world.world_size} ranks with one launcher; "
             f"where the port is in use, choose another (torchrun --master-port)."
         ) from error
+
+
+def store_of_ranks(world: World, timeout: timedelta) -> Store:
+    """Where the ranks find each other: in memory for one rank without a launcher, so that no port is opened for it.
+
+    Looked for in a thread: torch waits without end for a word of another program that has the port and stays silent.
+    """
+    if world.address is None:
+        return dist.HashStore()  # type: ignore[attr-defined]  # public, and left out of torch's own list
+    found: list[Store] = []
+    failed: list[Exception] = []
+
+    def look() -> None:
+        try:
+            store, *_ = next(rendezvous(f"tcp://{world.address}", world.rank, world.world_size, timeout=timeout))
+            found.append(store)
+        except Exception as error:
+            failed.append(error)
+
+    thread = Thread(target=look, name="lightrft-rendezvous", daemon=True)
+    thread.start()
+    thread.join((timeout + LATE).total_seconds())
+    if failed:
+        raise failed[0]
+    if not found:
+        raise RuntimeError("whoever has that port does not answer as rank 0 would, or rank 0 is not there")
+    found[0].set_timeout(timeout)
+    return found[0]
 
 
 def _first_line(error: Exception) -> str:
@@ -148,16 +174,45 @@ def leave_ranks(state: RunState) -> None:
     """Ends the engine and, if this strategy made it, the process group.
 
     The ranks leave together: a process that ends while another still talks to it makes that one fail. A rank that is
-    gone is not waited for long.
+    gone is not waited for, and one that is busy no longer than ``PARTING``.
     """
     close_engine(state.engine)
     state.is_set_up = False
+    state.mesh = None  # it holds the process group
     if not state.owns_process_group or not dist.is_initialized():
         return
     state.owns_process_group = False
-    try:
-        if state.world.world_size > 1 and state.device.type == "cpu":
-            dist.monitored_barrier(timeout=PARTING)  # gloo's own: NCCL has no barrier that gives up
-    except RuntimeError as error:
-        logger.warning("rank %d leaves without the others: %s", state.world.rank, _first_line(error))
+    if state.world.world_size > 1:
+        say_goodbye(state)
     dist.destroy_process_group()
+
+
+def say_goodbye(state: RunState) -> None:
+    """Waits until all ranks are about to leave.
+
+    By the store of the process group: gloo's monitored barrier keeps to its timeout on rank 0 alone, NCCL has none.
+    """
+    assert dist.group.WORLD is not None
+    store, size = dist.group.WORLD.get_group_store(), state.world.world_size
+    try:
+        number = store.add("lightrft/leaving", 1)
+        parting = -(-number // size)  # a launcher's store outlives the process group: this is not always the first
+        everyone = is_awaited(state, lambda: store.add("lightrft/leaving", 0) >= parting * size)
+        store.add("lightrft/left", 1)
+        if everyone and state.world.rank == 0:  # where the store is: it goes last
+            is_awaited(state, lambda: store.add("lightrft/left", 0) >= parting * size)
+    except RuntimeError as error:
+        everyone = False
+        logger.debug("the store of the process group: %s", _first_line(error))
+    if not everyone:
+        logger.warning("rank %d of %d leaves without the others", state.world.rank, size)
+
+
+def is_awaited(state: RunState, condition: Callable[[], bool]) -> bool:
+    """Whether ``condition`` came true within ``PARTING``, or before a rank was gone."""
+    deadline = time.monotonic() + PARTING.total_seconds()
+    while not condition():
+        if time.monotonic() > deadline or ended(state):
+            return condition()
+        time.sleep(0.01)
+    return True

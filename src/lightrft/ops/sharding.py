@@ -13,16 +13,17 @@ from lightrft.ops.models import unwrap_model
 logger = logging.getLogger(__name__)
 
 
-def blocks_of(model: Module) -> list[Module]:
+def blocks_of(model: Module, speaks: bool = True) -> list[Module]:
     """The blocks that a model repeats: gathered, computed and let go of one after another.
 
     Those that the model itself names (``_no_split_modules``, as Hugging Face models do), else the members of each list
-    of modules of one class, which have modules inside. A model that repeats nothing is sharded as one, with a warning.
+    of modules of one class, which have modules inside. A model that repeats nothing is sharded as one, with a warning
+    from the rank that ``speaks``.
     """
     plain = unwrap_model(model)
     named = set(getattr(plain, "_no_split_modules", None) or ())
     blocks = [module for module in plain.modules() if type(module).__name__ in named] or list(repeated(plain))
-    if not blocks:
+    if not blocks and speaks:
         logger.warning(
             "%s has no repeated block: it is sharded as one unit, whose parameters are all gathered at once",
             type(plain).__name__,

@@ -97,7 +97,8 @@ def meeting_place(environ: Mapping[str, str], launcher: str, world_size: int) ->
     if launcher == "Slurm" and port is None:
         port = str(SLURM_PORTS + _whole("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0")) % SLURM_PORTS)
     if address is not None and port is not None:
-        return f"{address}:{_whole('MASTER_PORT', port)}"
+        host = f"[{address}]" if ":" in address else address  # IPv6
+        return f"{host}:{_whole('MASTER_PORT', port)}"
     if world_size == 1:
         return None
     lacking = " and ".join(name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None)
