@@ -35,6 +35,14 @@ LIBRARIES = {
 ENGINES = {"hf": ("transformers", "train"), "vllm": ("vllm", "vllm"), "sglang": ("sglang", "sglang")}
 """Engines that need a library: its import name and our extra."""
 
+RUNS = {
+    "deepspeed": "several processes, under torchrun: ZeRO stages 0 to 3",
+    "fake": "one process, for tests",
+    "fsdp": "several processes, under torchrun: PyTorch's FSDP2",
+    "local": "one process",
+}
+"""Backends, and what they run on."""
+
 DRIVEN = ("hf", "scripted")
 """Engines that this version drives."""
 
@@ -70,9 +78,12 @@ def backends() -> list[Finding]:
     """Built-in and registered ones."""
     findings = []
     for name in BUILT_IN:
-        part = find_spec(f"lightrft.backends.{name}") is not None
-        detail = "one process" if part else "not part of this version"
-        findings.append(Finding("backend", name, part, detail, "" if part else "not yet: use --backend local"))
+        if name == "deepspeed" and installed("deepspeed") is None:
+            findings.append(
+                Finding("backend", name, False, "deepspeed is not installed", "pip install 'lightrft[deepspeed]'")
+            )
+        else:
+            findings.append(Finding("backend", name, True, RUNS[name]))
     for name, point in registered_backends().items():
         findings.append(Finding("backend", name, True, f"registered by {point.value}"))
     return findings

@@ -34,6 +34,8 @@ Report = dict[str, object]
 TIMEOUT = timedelta(seconds=20)
 PARTING = timedelta(seconds=1)
 IMPATIENT = timedelta(seconds=1)
+AT_ONCE = 4
+"""Processes: more of them, and those that wait with a time limit give up for want of a core."""
 LIBRARIES_OWN = {"TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 """What torch sets with the first optimizer of a process, and DeepSpeed with its import."""
 
@@ -101,9 +103,7 @@ def listening() -> list[int]:
         except OSError:
             continue
     rows = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
     ]
     return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 
@@ -111,9 +111,7 @@ def listening() -> list[int]:
 def children() -> list[str]:
     """The processes that this one has started and that are still there."""
     return [
-        entry.name
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and parent_of(entry) == str(os.getpid())
+        entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and parent_of(entry) == str(os.getpid())
     ]
 
 
@@ -331,9 +329,19 @@ def as_rank(world: World, rank: int, port: int, backend: str, report: Path) -> N
 
 
 def play(worlds: Mapping[str, World], backend: str, directory: Path) -> dict[str, dict[int, Report]]:
-    """The reports of each scenario by rank, and the ``code`` with which each rank's process ended; all at once."""
+    """The reports of each scenario by rank, and the ``code`` with which each rank's process ended; a few at once."""
     started: dict[int, tuple[str, int, Path]] = {}
+    reports: dict[str, dict[int, Report]] = {name: {} for name in worlds}
+
+    def collect() -> None:
+        pid, status = os.wait()
+        name, rank, report = started.pop(pid)
+        seen = json.loads(report.read_text()) if report.exists() else {}
+        reports[name][rank] = seen | {"code": os.waitstatus_to_exitcode(status)}
+
     for position, (name, world) in enumerate(worlds.items()):
+        while len(started) > AT_ONCE - 2:
+            collect()
         port = free_port()
         for rank in world.ranks:
             report = directory / f"{position}-{rank}.json"
@@ -342,12 +350,8 @@ def play(worlds: Mapping[str, World], backend: str, directory: Path) -> dict[str
                 as_rank(world, rank, port, backend, report)
                 sys.exit()
             started[pid] = (name, rank, report)
-    reports: dict[str, dict[int, Report]] = {name: {} for name in worlds}
     while started:
-        pid, status = os.wait()
-        name, rank, report = started.pop(pid)
-        seen = json.loads(report.read_text()) if report.exists() else {}
-        reports[name][rank] = seen | {"code": os.waitstatus_to_exitcode(status)}
+        collect()
     return reports
 
 
@@ -460,7 +464,8 @@ def under_torchrun(backend: str, stage: int, how: str) -> None:
     strategy.setup_distributed(TIMEOUT)
     try:
         train(strategy, how, kill_rank_1)
-        strategy.print(f"trained on {strategy.world_size} ranks: {strategy.all_gather(socket.gethostname())}")
+        networks = strategy.all_gather(os.stat("/proc/self/ns/net").st_ino)
+        strategy.print(f"trained on {strategy.world_size} ranks in {len(set(networks))} networks")
     finally:
         strategy.close()
 
@@ -480,6 +485,7 @@ def main(mode: str, backend: str, *arguments: str) -> None:
         importlib.import_module(module)
     if backend == "deepspeed":
         importlib.import_module(libraries[backend][0]).import_quietly()
+    gc.freeze()  # else each fork looks through, and so copies, all that was imported
     directory, *names = arguments
     chosen = {name: WORLDS[name.partition("#")[0]] for name in names}
     print(json.dumps(play(chosen, backend, Path(directory))))  # noqa: T201

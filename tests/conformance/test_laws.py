@@ -7,12 +7,12 @@ from contextlib import ExitStack
 
 import pytest
 from attrs import evolve
+from tests.conformance import branches
 
 from lightrft.backends import deepspeed, fake, fsdp, local
 from lightrft.conformance.law import Law, Target, check
 from lightrft.conformance.laws import LAWS
 from lightrft.conformance.pool import RankPool, rank_pool
-from tests.conformance import branches
 
 IN_PROCESS = (Target(name="fake", build=fake.build), Target(name="local", build=local.build))
 ON_RANKS = (
@@ -23,9 +23,13 @@ ON_RANKS = (
     ),
 )
 TARGETS = (
-    *IN_PROCESS,
+    *(pytest.param(target, id=target.name) for target in IN_PROCESS),
     *(
-        evolve(target, name=f"{target.name}-W{world_size}", world_size=world_size)
+        pytest.param(
+            evolve(target, name=f"{target.name}-W{world_size}", world_size=world_size),
+            id=f"{target.name}-W{world_size}",
+            marks=pytest.mark.backends,
+        )
         for world_size in (1, 2)
         for target in ON_RANKS
     ),
@@ -43,9 +47,8 @@ def pools() -> Iterator[dict[tuple[str, int], RankPool]]:
         }
 
 
-@pytest.mark.backends
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-@pytest.mark.parametrize("law", (*LAWS, *branches.LAWS), ids=lambda law: law.name)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("law", [*LAWS, *branches.LAWS], ids=lambda law: law.name)
 def test_law(law: Law, target: Target, pools: dict[tuple[str, int], RankPool]) -> None:
     if law.bf16 and target.name == "fake":
         pytest.skip("F2: the fake leaves the model's precision alone")

@@ -26,6 +26,8 @@ from conformance import pool_bodies
 from lightrft.conformance.pool import RankFailure, RankPool, rank_pool
 from lightrft.strategy.record import bind
 
+pytestmark = pytest.mark.backends
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:

@@ -201,8 +201,9 @@ def prepare_model(state: RunState, model: ModelT, optimizer: Optimizer | None) -
         return cast("ModelT", known)
     if optimizer is None and (state.config.zero_stage < 3 or model.training):
         place(model, state.device)
-        if state.config.bf16:
+        if state.config.bf16 and not model.training and model not in state.prepared:
             compute_in_bf16(model, state.device)
+        state.prepared.add(model)
         return model
     if optimizer is not None:
         refuse_stepped(optimizer)

@@ -21,6 +21,9 @@ CARRIES = frozenset({"bf16", "enable_engine_sleep"})
 
 def prepare_model(state: RunState, model: ModelT, optimizer: Optimizer | None) -> ModelT:
     """On the device, and with ``bf16`` computing in bfloat16 on fp32 weights (T10)."""
+    if model in state.prepared:
+        return model
+    state.prepared.add(model)
     place(model, state.device)
     if state.config.bf16:
         keep_master_weights(model)

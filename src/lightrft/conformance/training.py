@@ -459,6 +459,22 @@ def order_and_arity(make: Make) -> None:
     assert update(strategy, pair[0], pair[1], batch(strategy.train_batch_size)).applied
 
 
+def the_other_order(make: Make) -> None:
+    """Prepare the model, then make its optimizer: it works, or what is then missing is said."""
+    strategy = make(train_batch_size=make().world_size)
+    model = strategy.prepare(mlp())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    before, data = weights(strategy, model), batch(strategy.train_batch_size)
+    try:
+        assert update(strategy, model, optimizer, data).applied
+    except ValueError as error:
+        if "prepare((model, optimizer))" not in str(error):
+            raise
+        model, optimizer = strategy.prepare((model, optimizer))
+        assert update(strategy, model, optimizer, data).applied
+    assert not same(before, weights(strategy, model))
+
+
 def foreign_optimizer(make: Make) -> None:
     strategy = make()
     refused(
@@ -646,6 +662,7 @@ LAWS = (
     Law("T9: groups hold each trainable parameter once", groups_hold_each_parameter_once),
     Law("FC19: betas are a tuple of floats", betas_are_floats),
     Law("T11: order, arity, None, eval models, nothing twice", order_and_arity),
+    Law("T11: the other order of calls works, or says what is missing", the_other_order),
     Law("T11: another model's optimizer is refused", foreign_optimizer),
     Law("backward says what is wrong with a loss", losses_that_cannot_be),
     Law("backward on an offloaded model is refused", backward_after_offload),

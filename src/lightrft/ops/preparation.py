@@ -27,7 +27,7 @@ from lightrft.strategy.record import RunState
 
 
 class PrepareModel(Protocol):
-    """Makes one model ready, once: what a backend brings."""
+    """Makes a model ready: what a backend brings. One that is ready already comes back as it is."""
 
     def __call__(self, state: RunState, model: ModelT, optimizer: Optimizer | None) -> ModelT: ...
 
@@ -73,24 +73,17 @@ class PrepareEach:
         if isinstance(item, Module):
             if not item.training:
                 item.requires_grad_(False)
-            return self._model(item, None)
+            return self.prepare_model(self.state, item, None)
         model, optimizer, *scheduler = item
         known = trained_model(self.state, model)
         known.optimizer = optimizer
         known.scheduler = scheduler[0] if scheduler else known.scheduler
-        ready = self._model(model, optimizer)
+        ready = self.prepare_model(self.state, model, optimizer)
         if ready is model:
             return item
         if optimizer is None:
             return ready, None
         return (ready, optimizer, scheduler[0]) if scheduler else (ready, optimizer)
-
-    def _model(self, model: Module, optimizer: Optimizer | None) -> Module:
-        if model in self.state.prepared:
-            return model
-        ready = self.prepare_model(self.state, model, optimizer)
-        self.state.prepared.add(ready)
-        return ready
 
 
 def check_item(position: int, item: object) -> None:

@@ -1,0 +1,105 @@
+"""``torchrun -m lightrft train``: the demo's tiny task, on two ranks, ends where one process ends (part of T6)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = [
+    *("--model", "tiny", "--task", "copy", "--reward", "support:varied", "--steps", "5", "--max-new-tokens", "4"),
+    *("--train-batch-size", "32", "--micro-train-batch-size", "4", "--n-samples-per-prompt", "4"),
+    *("--actor-learning-rate", "1e-3", "--lr-warmup-ratio", "0", "--eval-every", "0", "--eval-limit", "20"),
+]
+BACKENDS = (
+    ["fsdp"],
+    *(["deepspeed", "--zero-stage", str(stage)] for stage in range(4)),
+    ["fsdp", "--updates-per-rollout", "2"],
+)
+
+
+def run(words: Sequence[str], ranks: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
+    """``python -m lightrft``, or the same under torchrun on a port that it finds."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "lightrft"]
+    start = torchrun if ranks > 1 else ["-m", "lightrft"]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *start, *words], env=clean | environ, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def train(output: Path, backend: Sequence[str], ranks: int) -> subprocess.CompletedProcess[str]:
+    result = run(["train", *SETTINGS, "--output", str(output), "--backend", *backend], ranks)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The runs on ``local`` that the others are compared with, by the settings that differ."""
+    made = {}
+    for extra in ((), ("--updates-per-rollout", "2")):
+        output = tmp_path_factory.mktemp("local") / "run"
+        train(output, ["local", *extra], 1)
+        made[" ".join(extra)] = output
+    return made
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize("backend", BACKENDS, ids=" ".join)
+def test_T6_two_ranks_learn_what_one_process_learns(
+    one_process: dict[str, Path], tmp_path: Path, backend: list[str]
+) -> None:
+    extra = " ".join(backend[1:]) if "--updates-per-rollout" in backend else ""
+    result = train(tmp_path / "run", backend, 2)
+    expected = load_file(one_process[extra] / "checkpoints" / "step5" / "model.safetensors")
+    found = load_file(tmp_path / "run" / "checkpoints" / "step5" / "model.safetensors")
+    assert expected.keys() == found.keys()
+    difference = max(float((expected[name] - found[name]).abs().max()) for name in expected)
+    assert difference <= 5e-5
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(step.get("grad_norm", 0.0) > 0.1 for step in steps), "nothing was learned that could differ"
+    # One progress display and one summary, not one for each rank.
+    assert result.stdout.count("done: step 5/5") + result.stderr.count("done: step 5/5") == 1
+    assert result.stdout.count("held-out accuracy:") == 1
+
+
+@pytest.mark.backends
+def test_a_run_of_two_ranks_resumes(tmp_path: Path) -> None:
+    words = ["train", *SETTINGS, "--backend", "fsdp", "--output"]
+    assert run([*words, str(tmp_path / "whole")], 2).returncode == 0
+    short = [word if word != "5" else "3" for word in words]
+    assert run([*short, str(tmp_path / "parts")], 2).returncode == 0
+    result = run([*words, str(tmp_path / "parts"), "--resume"], 2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    weights = [
+        load_file(tmp_path / name / "checkpoints" / "step5" / "model.safetensors") for name in ("whole", "parts")
+    ]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.backends
+def test_a_mistake_on_two_ranks_is_told_once_and_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("keep")
+    result = run(["train", *SETTINGS, "--backend", "fsdp", "--output", str(tmp_path / "run")], 2)
+    assert result.returncode != 0
+    assert result.stderr.count("lightrft (rank 0):") == 1
+    assert "Traceback (most recent call last):\n  File" not in result.stderr.split("torch/distributed")[0]
+    assert (tmp_path / "run" / "mine.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_without_a_launcher_it_says_what_to_type(backend: str) -> None:
+    result = run(["train", "--backend", backend, "--model", "tiny"])
+    assert result.returncode == 2
+    assert f"torchrun --nproc-per-node 2 -m lightrft train --backend {backend} --model tiny" in result.stderr
+    assert "Traceback" not in result.stderr
