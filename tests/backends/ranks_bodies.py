@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightrft import Strategy, get_strategy
 from lightrft.ops import ranks
@@ -88,7 +89,7 @@ def whole_weights(model: nn.Module) -> list[Tensor]:
     """Of ``fsdp``; of DeepSpeed nothing is asked."""
     plain = getattr(model, "module", model)
     weights = [parameter.detach() for parameter in plain.parameters()]
-    return [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights]
+    return [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights]
 
 
 # ------------------------------------------------------------------------------------------- what a process has open
@@ -336,7 +337,7 @@ def play(worlds: Mapping[str, World], backend: str, directory: Path) -> dict[str
     def collect() -> None:
         pid, status = os.wait()
         name, rank, report = started.pop(pid)
-        seen = json.loads(report.read_text()) if report.exists() else {}
+        seen: Report = json.loads(report.read_text()) if report.exists() else {}
         reports[name][rank] = seen | {"code": os.waitstatus_to_exitcode(status)}
 
     for position, (name, world) in enumerate(worlds.items()):
@@ -420,8 +421,9 @@ def trained_over_machines_of(per_node: int) -> tuple[tuple[int, ...], list[float
     shapes: list[tuple[int, ...]] = []
     model = Blocks()
     strategy.prepare(model)
-    weight = next(model.parameters())
-    shapes.append(tuple(weight.device_mesh.shape))
+    for weight in model.parameters():
+        assert isinstance(weight, DTensor)
+        shapes.append(tuple(weight.device_mesh.shape))
     parameters = train(strategy, steps=3)
     strategy.close()
     return shapes[0], parameters

@@ -30,6 +30,7 @@ from lightrft.conformance.probes import (
     update,
     weights,
 )
+from lightrft.errors import UnsupportedOperation
 from lightrft.ops.collectives import token_mean_scale
 from lightrft.strategy.protocol import Strategy
 
@@ -341,7 +342,7 @@ def mlp_parity(make: Make, micro: int) -> None:
 
 def qwen2(seed: int = 0) -> Module:
     """Two layers, tied embeddings."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
         vocab_size=64,
@@ -355,8 +356,8 @@ def qwen2(seed: int = 0) -> Module:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made: Module = Qwen2ForCausalLM(config)
-    return made
+        made: Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers' own
+    return made.train()
 
 
 def next_token_loss(model: Module, ids: Tensor) -> Tensor:
@@ -378,6 +379,48 @@ def language_model_parity(make: Make, micro: int) -> None:
     expected, _ = trained_by_torch(qwen2(), losses, lr=1e-3)
     difference = furthest(weights(strategy, model), expected)
     assert difference <= 5e-5, f"after 5 updates parameters differ by {difference}"
+
+
+def made_without_memory(make: Make) -> None:
+    """``meta_init``: no rank holds the whole model at first, all ranks start alike, and again in the next run."""
+    starts = []
+    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        strategy = make(train_batch_size=make().world_size, seed=5)
+        try:
+            with strategy.init_model_context(meta_init=True):
+                model = qwen2()
+        except UnsupportedOperation:
+            return
+        assert all(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters() if parameter.ndim > 1)
+        optimizer = strategy.create_optimizer(model, lr=1e-3, weight_decay=0.1)
+        decayed = [len(group["params"]) for group in optimizer.param_groups if group["weight_decay"]]
+        model, optimizer = strategy.prepare((model, optimizer))
+        found = weights(strategy, model)
+        starts.append(found)
+        expected = weights_of_shape(qwen2())
+        assert decayed == [sum(len(shape) > 1 for shape in expected.values())], "weight decay goes by other shapes"
+        assert {name: tuple(value.shape) for name, value in found.items()} == expected
+        assert all(bool((value == 1).all()) for name, value in found.items() if "norm" in name)
+        assert 0.01 < float(found["model.embed_tokens.weight"].std()) < 0.04
+        held = dict(strategy.unwrap_model(model).named_buffers())
+        for name, buffer in qwen2().named_buffers():
+            assert torch.equal(held[name].float(), buffer.float()), f"the buffer {name} has other values"
+        for value in found.values():
+            assert all(torch.equal(value, other) for other in strategy.all_gather(value)), "ranks start apart"
+        with torch.no_grad():
+            first = float(next_token_loss(model, ids))
+        for _ in range(3):
+            strategy.backward(next_token_loss(model, ids), model, optimizer)
+            assert strategy.optimizer_step(optimizer, model).applied
+        with torch.no_grad():
+            assert float(next_token_loss(model, ids)) < first
+    assert same(*starts), "the same seed gives another start"
+
+
+def weights_of_shape(model: Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def token_mean(make: Make) -> None:
@@ -652,6 +695,7 @@ LAWS = (
     Law("T6: an MLP ends where torch in one process ends", mlp_parity, {"micro": st.sampled_from([1, 2])}),
     Law("T6: a two-layer Qwen2 ends where torch in one process ends", language_model_parity,
         {"micro": st.sampled_from([1, 2])}),
+    Law("W4: made without memory", made_without_memory),
     Law("T7 FC21: a window cut short is the mean of what it has", cut_short,
         {"have": st.integers(1, 4), "extra_call": st.booleans()}),
     Law("FC21: six micro-batches of four", six_of_four),

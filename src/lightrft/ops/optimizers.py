@@ -22,7 +22,9 @@ def parameter_groups(model: Module, weight_decay: float) -> list[dict[str, objec
     undecayed: list[Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            plain = parameter.ndim >= 2 and not name.endswith("bias")
+            # DeepSpeed's stage 3 may have cut it already, and keeps its shape aside.
+            dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+            plain = dimensions >= 2 and not name.endswith("bias")
             (decayed if plain else undecayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
