@@ -1,4 +1,4 @@
-"""``python -m benchmarks [import step grpo]``: measures, prints, and writes benchmarks/RESULTS.md."""
+"""``python -m benchmarks [import step sharded grpo]``: measures, prints, and writes benchmarks/RESULTS.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import grpo, import_time, step_time
+from benchmarks import grpo, import_time, sharded_step, step_time
 from benchmarks.figures import Figure
 
 SUBJECTS: dict[str, Callable[[], list[Figure]]] = {
     "import": import_time.measure,
     "step": step_time.measure,
+    "sharded": sharded_step.measure,
     "grpo": grpo.measure,
 }
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -28,13 +29,14 @@ COLUMNS = ("figure", "lightrft", "rival", "ratio", "target", "met", "note")
 def cells(figure: Figure) -> tuple[str, ...]:
     """One line of the table."""
     ratio = "" if figure.ratio is None else f"{figure.ratio:.3f}"
-    return (figure.name, figure.ours, figure.rival, ratio, figure.target, "yes" if figure.met else "no", figure.note)
+    met = "" if figure.met is None else "yes" if figure.met else "no"
+    return (figure.name, figure.ours, figure.rival, ratio, figure.target, met, figure.note)
 
 
 def versions() -> str:
     """What was measured."""
     found = []
-    for package in ("lightrft", "torch", "transformers", "trl"):
+    for package in ("lightrft", "torch", "deepspeed", "transformers", "trl"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:

@@ -18,7 +18,8 @@ class Figure:
     rival: str
     ratio: float | None
     target: str
-    met: bool
+    met: bool | None
+    """None where there is no target."""
     note: str = ""
 
 
@@ -45,6 +46,12 @@ def alternate(contenders: Sequence[Callable[[], object]], rounds: int, warm_up: 
 def paired_ratio(ours: Sequence[float], rival: Sequence[float]) -> float:
     """The median of the ratios of neighbouring turns: steadier than the ratio of two medians."""
     return statistics.median(mine / theirs for mine, theirs in zip(ours, rival, strict=True))
+
+
+def spread(ours: Sequence[float], rival: Sequence[float]) -> str:
+    """The middle half of the ratios of neighbouring turns, to read."""
+    low, _, high = statistics.quantiles([mine / theirs for mine, theirs in zip(ours, rival, strict=True)], n=4)
+    return f"{low:.3f} to {high:.3f}"
 
 
 def milliseconds(values: Sequence[float]) -> str:

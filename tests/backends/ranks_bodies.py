@@ -312,6 +312,8 @@ def as_rank(world: World, rank: int, port: int, backend: str, report: Path) -> N
     if world.launched:
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
         os.environ.update(place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    # A directory of its own for what libraries, and the compilers that they try, write for a moment.
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp()
     seen: Report = {}
     records: list[str] = []
     handler = logging.Handler()

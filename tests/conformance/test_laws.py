@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 from attrs import evolve
-from tests.conformance import branches
 
+from conformance import branches
 from lightrft.backends import deepspeed, fake, fsdp, local
 from lightrft.conformance.law import Law, Target, check
 from lightrft.conformance.laws import LAWS

@@ -3,6 +3,4 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-def GatheredParameters(
-    params: Iterable[Tensor], modifier_rank: int | None = None
-) -> AbstractContextManager[None]: ...
+def GatheredParameters(params: Iterable[Tensor], modifier_rank: int | None = None) -> AbstractContextManager[None]: ...

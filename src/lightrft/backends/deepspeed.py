@@ -28,7 +28,7 @@ from lightrft.ops.collectives_of_ranks import collecting
 from lightrft.ops.composition import Parts, composed, run_state
 from lightrft.ops.models import compute_in_bf16, keep_master_weights, place, unwrap_model
 from lightrft.ops.peers import naming_peers, note_peers_in_forward
-from lightrft.ops.sharding import names_of, refuse_stepped
+from lightrft.ops.sharding import names_in_groups, refuse_stepped
 from lightrft.ops.whole_state import (
     WholeState,
     optimizer_of,
@@ -207,10 +207,7 @@ def prepare_model(state: RunState, model: ModelT, optimizer: Optimizer | None) -
         return model
     if optimizer is not None:
         refuse_stepped(optimizer)
-        names = names_of(unwrap_model(model))
-        trained_model(state, model).group_names = [
-            [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
-        ]
+        trained_model(state, model).group_names = names_in_groups(optimizer, unwrap_model(model))
     engine = started(state, model, optimizer)
     state.engines[unwrap_model(model)] = engine
     note_peers_in_forward(state, engine)

@@ -24,7 +24,7 @@ from lightrft.ops.composition import Parts, composed, run_state
 from lightrft.ops.meta_init import filling
 from lightrft.ops.models import keep_master_weights, reshard
 from lightrft.ops.peers import note_peers_in_forward
-from lightrft.ops.sharding import blocks_of, names_of, refuse_stepped, repoint
+from lightrft.ops.sharding import blocks_of, let_go, names_in_groups, refuse_stepped, repoint
 from lightrft.ops.whole_state import SHARDED
 from lightrft.strategy.config import StrategyConfig, refuse_ignored
 from lightrft.strategy.protocol import ModelT
@@ -63,11 +63,13 @@ def prepare_model(state: RunState, model: ModelT, optimizer: Optimizer | None) -
     ranks.require_set_up(state, "prepare")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return model
+    names: list[list[str]] = []
     if optimizer is not None:
         refuse_stepped(optimizer)
+        names = names_in_groups(optimizer, model)
+        let_go(optimizer)
     if state.config.bf16:
         keep_master_weights(model)
-    names = names_of(model)
     with filling(state, model) as fill:
         shard(state, model, fill)
     if optimizer is not None:

@@ -286,15 +286,15 @@ def skips_what_is_not_finite(make: Make, bad: float) -> None:
     on_last_rank = strategy.get_rank() == world - 1
 
     def window(factor: float) -> bool:
-        applied = []
+        outcomes = []
         for index, rows in enumerate(rows_of(strategy)):
             scale = factor if index == 0 and on_last_rank else 1.0
             strategy.backward(mse_loss(model(x[rows]), y[rows]) * scale, model, optimizer)
-            outcome = strategy.optimizer_step(optimizer, model, scheduler)
-            applied.append(outcome.applied)
-        assert applied[0] is False
-        assert outcome.skipped_nonfinite is not outcome.applied
-        return applied[1]
+            outcomes.append(strategy.optimizer_step(optimizer, model, scheduler))
+        first, last = outcomes
+        assert not first.applied
+        assert last.skipped_nonfinite is not last.applied
+        return last.applied
 
     assert window(1.0)
     before, state, epoch = weights(strategy, model), state_of(optimizer), scheduler.last_epoch
@@ -392,7 +392,9 @@ def made_without_memory(make: Make) -> None:
                 model = qwen2()
         except UnsupportedOperation:
             return
-        assert all(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters() if parameter.ndim > 1)
+        assert all(
+            parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters() if parameter.ndim > 1
+        )
         optimizer = strategy.create_optimizer(model, lr=1e-3, weight_decay=0.1)
         decayed = [len(group["params"]) for group in optimizer.param_groups if group["weight_decay"]]
         model, optimizer = strategy.prepare((model, optimizer))

@@ -56,10 +56,11 @@ def clip_gradients(model: Module, max_norm: float, rescale: float = 1.0) -> floa
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     parts = [local_part(gradient) for gradient in gradients]
     if rescale != 1.0:
-        torch._foreach_mul_(parts, rescale)
+        torch._foreach_mul_(parts, rescale)  # pyright: ignore[reportPrivateImportUsage]
     norm = global_norm(gradients)
     value = float(norm)
     # torch divides by norm + 1e-6; a norm under the limit needs no pass, and one that is not finite no update.
     if 0 < max_norm < value + 1e-6 < float("inf"):
-        torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).to(parts[0].device))
+        scale = (max_norm / (norm + 1e-6)).to(parts[0].device)
+        torch._foreach_mul_(parts, scale)  # pyright: ignore[reportPrivateImportUsage]
     return value

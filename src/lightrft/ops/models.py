@@ -27,12 +27,16 @@ def inner_module(model: Module) -> Module | None:
         return None
     for attribute in WRAPPER_ATTRIBUTES:
         inner = getattr(model, attribute, None)
-        if isinstance(inner, Module) and _same_parameters(model, inner):
+        if isinstance(inner, Module) and _holds_all(inner, model):
             return inner
     return None
 
 
-def _same_parameters(model: Module, inner: Module) -> bool:
+def _holds_all(inner: Module, model: Module) -> bool:
+    """Whether ``model`` has no parameter that ``inner`` lacks. Asked at each backward: most often nothing is beside it."""
+    beside = [*model._parameters.values(), *(child for child in model.children() if child is not inner)]
+    if not any(part is not None for part in beside):
+        return True
     inside = {id(parameter) for parameter in inner.parameters()}
     return all(id(parameter) in inside for parameter in model.parameters())
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
-from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.nn import Module, ModuleList, Sequential
 from torch.optim import Optimizer
 
 from lightrft.ops.models import unwrap_model
@@ -41,16 +41,22 @@ def repeated(module: Module) -> Iterator[Module]:
         yield from members if composite else repeated(child)
 
 
-def names_of(model: Module) -> dict[Parameter, str]:
-    """Each parameter's first name."""
-    return {parameter: name for name, parameter in model.named_parameters()}
+def names_in_groups(optimizer: Optimizer, model: Module) -> list[list[str]]:
+    """For each group of the optimizer the names of its parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def repoint(optimizer: Optimizer, names: Mapping[Parameter, str], model: Module) -> None:
-    """Gives the optimizer the parameters that now bear the names of those which it held."""
-    parameters = dict(model.named_parameters())
+def let_go(optimizer: Optimizer) -> None:
+    """Empties the groups: while whole parameters are held, cutting them frees no memory."""
     for group in optimizer.param_groups:
-        group["params"] = [parameters[names[held]] for held in group["params"]]
+        group["params"] = []
+
+
+def repoint(optimizer: Optimizer, names: Sequence[Sequence[str]], model: Module) -> None:
+    """Gives each group the parameters that now bear these names."""
+    for group, held in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [model.get_parameter(name) for name in held]
 
 
 def refuse_stepped(optimizer: Optimizer) -> None:

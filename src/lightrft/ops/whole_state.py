@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightrft.ops.clipping import local_part
 from lightrft.ops.models import reshard, unwrap_model, whole
-from lightrft.ops.sharding import names_of
+from lightrft.ops.sharding import names_in_groups
 from lightrft.strategy.record import RunState
 
 
@@ -148,8 +148,7 @@ def take_sharded(
     made = skeleton(plain, whole, keep)
     if optimizer is None:
         return made, None
-    names = names_of(plain)
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = names_in_groups(optimizer, plain)
     entries: dict[str, dict[str, object]] = {}
     for held in (name for group in groups for name in group):
         parameter = plain.get_parameter(held)
