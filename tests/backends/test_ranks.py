@@ -249,7 +249,6 @@ def test_W1_FC43_without_a_launcher_one_process_trains(reports: Reports) -> None
 @here
 @pytest.mark.backends
 @on_deepspeed
-@pytest.mark.xfail(strict=True, reason="DeepSpeed reads LOCAL_RANK in every forward at stage 3")
 def test_FC43_without_a_launcher_one_process_trains_at_stage_3(reports: Reports) -> None:
     report = reports["alone-stage-3"]["0"]
     assert report["code"] == 0, report

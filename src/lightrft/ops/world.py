@@ -108,18 +108,22 @@ def meeting_place(environ: Mapping[str, str], launcher: str, world_size: int) ->
     )
 
 
+def launcher_set_local_rank() -> bool:
+    """Whether ``LOCAL_RANK`` is there, as torchrun leaves it and Slurm does not."""
+    return "LOCAL_RANK" in os.environ
+
+
 @contextmanager
-def local_rank_variable(world: World) -> Iterator[None]:
-    """``LOCAL_RANK`` in the environment for as long as a library demands it there; as it was afterwards."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = str(world.local_rank)
+def kept_environment(**values: str) -> Iterator[None]:
+    """``values`` in the environment for as long as a library demands them; afterwards all is as it was."""
+    before = dict(os.environ)
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = before
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _whole(name: str, text: str) -> int:

@@ -1,0 +1,236 @@
+"""ZeRO: what DeepSpeed keeps of gradients, parameters and optimizer state at stages 1 to 3, and how to get at it.
+
+DeepSpeed's public functions are used where there are any. Where its own code writes only over what a backward pass uses,
+a gradient of an earlier window would come back in a later one: :func:`drop` is what prevents it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightrft.ops.accumulation import trained_model
+from lightrft.ops.averaging import average_tensors
+from lightrft.ops.models import unwrap_model
+from lightrft.ops.whole_state import (
+    optimizer_of,
+    put_buffers,
+    put_hyperparameters,
+    put_sharded,
+    skeleton,
+    take_sharded,
+)
+from lightrft.strategy.record import RunState
+
+if TYPE_CHECKING:
+    import deepspeed
+
+
+def is_engine(model: Module) -> TypeGuard[deepspeed.DeepSpeedEngine]:
+    """Whether DeepSpeed drives it."""
+    return hasattr(type(model), "zero_optimization_stage")
+
+
+def zero_of(engine: deepspeed.DeepSpeedEngine) -> deepspeed.ZeroOptimizer | None:
+    """The optimizer of stages 1 to 3, which keeps gradients out of ``.grad``; None at stage 0."""
+    return None if engine.zero_optimization_stage() == 0 else cast("deepspeed.ZeroOptimizer", engine.optimizer)
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+
+def mark_window(state: RunState, optimizer: Optimizer) -> None:
+    """An empty parameter with a gradient, in the optimizer's first group for as long as a window is open.
+
+    The caller's ``optimizer.zero_grad()`` takes the gradient away: that is how it shows where gradients are kept by
+    DeepSpeed and not by the optimizer's parameters.
+    """
+    unmark_window(state, optimizer)
+    marker = Parameter(torch.empty(0))
+    marker.grad = torch.empty(0)
+    optimizer.param_groups[0]["params"].append(marker)
+    state.window_markers[optimizer] = marker
+
+
+def unmark_window(state: RunState, optimizer: Optimizer) -> None:
+    """Takes it out again."""
+    marker = state.window_markers.pop(optimizer, None)
+    if marker is not None:
+        held = optimizer.param_groups[0]["params"]
+        held[:] = [parameter for parameter in held if parameter is not marker]
+
+
+def drop(zero: deepspeed.ZeroOptimizer) -> None:
+    """Begins a window with nothing: what an unfinished one has accumulated goes, and what an earlier one left where this
+    one may have no gradient at all. DeepSpeed itself only writes over what the first backward uses."""
+    zero.zero_grad(set_to_none=True)
+    stage_3 = hasattr(zero, "grad_partitions_flat_buffer")
+    if stage_3:
+        zero.grad_partitions_flat_buffer.zero_()
+    else:
+        zero._release_preflattened_grad_buffers()
+        for group in zero.averaged_gradients:
+            zero.averaged_gradients[group] = None
+        for group in zero.all_grad_tensors:
+            zero.all_grad_tensors[group] = None
+    if not (zero.offload_optimizer if stage_3 else zero.cpu_offload):
+        return
+    zero.reset_cpu_buffers()
+    if not stage_3:
+        zero.micro_step_id = -1
+        for accumulated in zero.accumulated_grads_in_cpu.values():
+            accumulated.zero_()
+    for partition in partitions_of(zero):
+        if partition.grad is None:  # a buffer for good, which the caller's zero_grad() took for a gradient
+            partition.grad = torch.zeros_like(partition)
+        partition.grad.zero_()
+
+
+# ------------------------------------------------------------------------------------------------------ whole parameters
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether stage 3 has cut it."""
+    return hasattr(parameter, "ds_id")
+
+
+def whole_weights(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that forward uses, gathered one by one at stage 3."""
+    import deepspeed
+
+    for name, parameter in unwrap_model(model).named_parameters():
+        if is_partitioned(parameter):
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone()
+        else:
+            yield name, parameter.detach()
+
+
+def average_into(average: Tensor, parameter: Tensor, weight: float) -> None:
+    """With the fp32 parameter, where there is one beside that of forward."""
+    import deepspeed
+
+    master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+    source = parameter if master is None else master
+    if is_partitioned(average):
+        with deepspeed.zero.GatheredParameters([average], modifier_rank=0):
+            average_tensors(average, source, weight)
+    else:
+        average_tensors(average, source, weight)
+
+
+# ---------------------------------------------------------------------------------------------------------- whole state
+
+
+def gather(parameter: Tensor) -> Tensor:
+    """A parameter or buffer, whole: the fp32 one, where there is one beside that of forward."""
+    import deepspeed
+
+    master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+    if master is not None:
+        return master
+    if not is_partitioned(parameter):
+        return parameter
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def take_state(
+    state: RunState, model: Module, optimizer: Optimizer | None, keep: bool = True
+) -> tuple[Module, Optimizer | None]:
+    """Gathers partition by partition."""
+    import deepspeed
+
+    plain = unwrap_model(model)
+    engine = state.engines.get(plain)
+    zero = zero_of(engine) if engine is not None and is_engine(engine) else None
+    if zero is None:
+        return take_sharded(state, plain, optimizer, keep)
+    made = skeleton(plain, gather, keep)
+    if optimizer is None:
+        return made, None
+    groups = trained_model(state, model).group_names
+    entries: dict[str, dict[str, object]] = {}
+    first = next(iter(optimizer.state.values()), None)
+    if first:
+        relink(zero)
+    for name in (name for names in groups for name in names) if first else ():
+        parameter = plain.get_parameter(name)
+        entry: dict[str, object] = {}
+        for key, value in (first or {}).items():
+            if is_of_elements(value):
+                value = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+            entry[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        entries[name] = entry if keep else {}
+    return made, optimizer_of(made, optimizer, groups, entries)
+
+
+def is_of_elements(value: object) -> bool:
+    """Whether an entry of the optimizer's state has a value for each element, and not one for all, as a step count."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def put_state(
+    state: RunState,
+    model: Module,
+    optimizer: Optimizer | None,
+    whole_model: Module,
+    whole_optimizer: Optimizer | None,
+) -> None:
+    """Each rank takes its partitions of what all have."""
+    import deepspeed
+
+    plain = unwrap_model(model)
+    engine = state.engines.get(plain)
+    zero = zero_of(engine) if engine is not None and is_engine(engine) else None
+    if zero is None:
+        put_sharded(state, plain, optimizer, whole_model, whole_optimizer)
+        return
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            value = whole_model.get_parameter(name).to(state.device)
+            deepspeed.utils.safe_set_full_fp32_param(parameter, value.float())
+            if is_partitioned(parameter):
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    parameter.copy_(value)
+            else:
+                parameter.copy_(value)
+        put_buffers(plain, whole_model)
+        if optimizer is None or whole_optimizer is None:
+            return
+        put_hyperparameters(optimizer, whole_optimizer)
+        optimizer.state.clear()
+        first = next(iter(whole_optimizer.state.values()), None)
+        if not first:
+            return
+        for partition in partitions_of(zero):
+            optimizer.state[partition] = {
+                key: torch.zeros_like(partition) if is_of_elements(value) else copy.deepcopy(value)
+                for key, value in first.items()
+            }
+        relink(zero)
+        for name, parameter in plain.named_parameters():
+            entry = whole_optimizer.state.get(whole_model.get_parameter(name)) or {}
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and is_of_elements(value):
+                    deepspeed.utils.safe_set_full_optimizer_state(parameter, value.to(state.device), key)
+
+
+def partitions_of(zero: deepspeed.ZeroOptimizer) -> list[Parameter]:
+    """This rank's flat fp32 partitions, as the optimizer's state is keyed by them."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return zero.fp32_partitioned_groups_flat
+    return zero.single_partition_of_fp32_groups
+
+
+def relink(zero: deepspeed.ZeroOptimizer) -> None:
+    """Stages 1 and 2 reach a parameter's state through views, which have to be made for new state."""
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
