@@ -6,7 +6,7 @@
 #
 # COMMAND is what follows the options of torchrun, for instance
 #
-#   sudo scripts/two_nodes.sh -m lightrft train --backend fsdp --output-dir /tmp/two-nodes
+#   sudo scripts/two_nodes.sh -m lightrft train --backend fsdp --model tiny --task copy --output /tmp/two-nodes
 #
 # Variables:
 #   TORCHRUN        the launcher (default: torchrun); it may hold several words, as in "python -m torch.distributed.run"
