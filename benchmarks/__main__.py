@@ -1,4 +1,4 @@
-"""``python -m benchmarks [import step sharded grpo]``: measures, prints, and writes benchmarks/RESULTS.md."""
+"""``python -m benchmarks [import step parity sharded grpo]``: measures, prints, and writes benchmarks/RESULTS.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import grpo, import_time, sharded_step, step_time
+from benchmarks import grpo, import_time, parity, sharded_step, step_time
 from benchmarks.figures import Figure
 
 SUBJECTS: dict[str, Callable[[], list[Figure]]] = {
     "import": import_time.measure,
     "step": step_time.measure,
+    "parity": parity.measure,
     "sharded": sharded_step.measure,
     "grpo": grpo.measure,
 }

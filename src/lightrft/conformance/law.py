@@ -7,7 +7,7 @@ Protocol, so one body serves every backend, of any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from attrs import field, frozen
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +16,8 @@ from hypothesis.strategies import SearchStrategy
 from lightrft.conformance.pool import RankPool
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.protocol import BuildStrategy, Strategy
+
+R = TypeVar("R")
 
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 """Ranks answer in their own time."""
@@ -60,8 +62,8 @@ class Target:
 
 
 def run_body(
-    build: BuildStrategy, fields: Mapping[str, object], body: Callable[..., None], values: Mapping[str, object]
-) -> None:
+    build: BuildStrategy, fields: Mapping[str, object], body: Callable[..., R], values: Mapping[str, object]
+) -> R:
     """Runs a body on this rank and closes the strategies that it made."""
     made: list[Strategy] = []
 
@@ -72,7 +74,7 @@ def run_body(
         return strategy
 
     try:
-        body(make, **values)
+        return body(make, **values)
     finally:
         for strategy in made:
             strategy.close()
