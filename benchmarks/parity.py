@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.figures import Figure
 from lightrft.backends import deepspeed, fsdp
 from lightrft.conformance.law import run_body
+from lightrft.conformance.parity import language_model_difference, mlp_difference
 from lightrft.conformance.pool import rank_pool
-from lightrft.conformance.training import language_model_difference, mlp_difference
 from lightrft.strategy.protocol import BuildStrategy
 
 RANKS = 2

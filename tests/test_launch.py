@@ -25,21 +25,27 @@ BACKENDS = (
 )
 
 
-def run(words: Sequence[str], ranks: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
-    """``python -m lightrft``, or the same under torchrun on a port that it finds."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "lightrft"]
-    start = torchrun if ranks > 1 else ["-m", "lightrft"]
+def run(words: Sequence[str], ranks: int = 1, start: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """``python -m lightrft``, or the same under torchrun on a port that it finds, or by what ``start`` says."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [*(start or [sys.executable, *torchrun]), "-m", "lightrft", *words]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *start, *words], env=clean | environ, capture_output=True, text=True, timeout=300, check=False
-    )
+    clean |= {"TORCHRUN": f"{sys.executable} -m torch.distributed.run"}
+    return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300, check=False)
 
 
 def train(output: Path, backend: Sequence[str], ranks: int) -> subprocess.CompletedProcess[str]:
     result = run(["train", *SETTINGS, "--output", str(output), "--backend", *backend], ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     return result
+
+
+def furthest(first: Path, second: Path) -> float:
+    """The largest difference between the parameters of two runs."""
+    ended = [load_file(output / "checkpoints" / "step5" / "model.safetensors") for output in (first, second)]
+    assert ended[0].keys() == ended[1].keys()
+    return max(float((ended[0][name] - ended[1][name]).abs().max()) for name in ended[0])
 
 
 @pytest.fixture(scope="session")
@@ -60,15 +66,37 @@ def test_T6_two_ranks_learn_what_one_process_learns(
 ) -> None:
     extra = " ".join(backend[1:]) if "--updates-per-rollout" in backend else ""
     result = train(tmp_path / "run", backend, 2)
-    expected = load_file(one_process[extra] / "checkpoints" / "step5" / "model.safetensors")
-    found = load_file(tmp_path / "run" / "checkpoints" / "step5" / "model.safetensors")
-    assert expected.keys() == found.keys()
-    difference = max(float((expected[name] - found[name]).abs().max()) for name in expected)
-    assert difference <= 5e-5
+    assert furthest(one_process[extra], tmp_path / "run") <= 5e-5
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any(step.get("grad_norm", 0.0) > 0.1 for step in steps), "nothing was learned that could differ"
     # One progress display and one summary, not one for each rank.
     assert result.stdout.count("done: step 5/5") + result.stderr.count("done: step 5/5") == 1
+    assert result.stdout.count("held-out accuracy:") == 1
+
+
+@pytest.mark.backends
+def test_a_traced_and_checked_run_of_two_ranks_draws_both_and_changes_nothing(
+    one_process: dict[str, Path], tmp_path: Path
+) -> None:
+    words = ["train", *SETTINGS, "--output", str(tmp_path / "run"), "--backend", "fsdp", "--check-ranks"]
+    result = run([*words, "--trace", str(tmp_path / "trace.json")], 2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert furthest(one_process[""], tmp_path / "run") <= 5e-5
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace.rank{rank}.json").read_text())
+        assert {"backward", "optimizer_step", "gather_and_generate"} <= {event["name"] for event in events}
+    assert result.stderr.count("outside lightrft") == 1, "one table, that of rank 0"
+
+
+@pytest.mark.backends
+@pytest.mark.slow
+def test_T6_two_nodes_learn_what_one_process_learns(one_process: dict[str, Path], tmp_path: Path) -> None:
+    words = ["train", *SETTINGS, "--output", str(tmp_path / "run"), "--backend", "fsdp"]
+    result = run(words, start=[str(ROOT / "scripts" / "two_nodes.sh")])
+    if result.returncode == 77:
+        pytest.skip(result.stderr.strip().splitlines()[-1])
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert furthest(one_process[""], tmp_path / "run") <= 5e-5
     assert result.stdout.count("held-out accuracy:") == 1
 
 

@@ -26,7 +26,7 @@ from lightrft.conformance.pool import RankPool, rank_pool
 from lightrft.errors import ConfigError
 from lightrft.ops.ranks import LATE
 from lightrft.ops.world import discover
-from support import MakeStrategy
+from support import MakeStrategy, hears_ctrl_c
 
 BODIES = Path(ranks_bodies.__file__)
 TWO_NODES = Path(__file__).parents[2] / "scripts" / "two_nodes.sh"
@@ -492,7 +492,12 @@ def test_two_nodes_are_torn_down_by_ctrl_c(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     environ = os.environ | {"TORCHRUN": f"{sys.executable} -m torch.distributed.run", "LIGHTRFT_TEST_MARK": mark}
     process = subprocess.Popen(
-        [str(TWO_NODES), str(script)], env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [str(TWO_NODES), str(script)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hears_ctrl_c,
     )
     try:
         assert process.stdout is not None

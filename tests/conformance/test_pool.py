@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from conformance import pool_bodies
 from lightrft.conformance.pool import RankFailure, RankPool, rank_pool
 from lightrft.strategy.record import bind
+from support import hears_ctrl_c
 
 pytestmark = pytest.mark.backends
 
@@ -294,6 +295,7 @@ def test_no_process_or_file_outlives_the_parent(tmp_path: Path, then: str, with_
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hears_ctrl_c,
     )
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]

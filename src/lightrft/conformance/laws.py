@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from lightrft.conformance import checkpoints, collectives, training, world
+from lightrft.conformance import checkpoints, collectives, parity, preparing, training, world
 from lightrft.conformance.law import Law
 
-LAWS: tuple[Law, ...] = (*world.LAWS, *collectives.LAWS, *training.LAWS, *checkpoints.LAWS)
+LAWS: tuple[Law, ...] = (
+    *world.LAWS,
+    *collectives.LAWS,
+    *training.LAWS,
+    *parity.LAWS,
+    *preparing.LAWS,
+    *checkpoints.LAWS,
+)

@@ -185,3 +185,13 @@ def trained_by_torch(
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+def close_to(value: float, expected: float, tolerance: float = 1e-6) -> None:
+    """Raises where it is not."""
+    assert abs(value - expected) <= tolerance, f"{value} is not {expected} within {tolerance}"
+
+
+def weight(strategy: Strategy, model: Module) -> float:
+    """The one of a line."""
+    return float(weights(strategy, model)["weight"])
