@@ -450,7 +450,7 @@ def wrapper_overheads(pool: RankPool, calls: int) -> list[Figure]:
     ]
 
 
-def measure(rounds: int = 16) -> list[Figure]:
+def measure(rounds: int = 32) -> list[Figure]:
     """FSDP2, ZeRO 2 and ZeRO 3; then the pool and the wrappers."""
     figures = []
     with rank_pool(WORLD, timeout=TIMEOUT, environ=ENVIRON) as pool:
