@@ -11,7 +11,12 @@ import torch
 from lightrft import get_fake_strategy
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md", ROOT / "docs" / "backends.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "design.md",
+    ROOT / "docs" / "backends.md",
+    ROOT / "docs" / "checkpoints.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
