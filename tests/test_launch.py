@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,12 +28,18 @@ BACKENDS = (
 
 def run(words: Sequence[str], ranks: int = 1, start: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """``python -m lightrft``, or the same under torchrun on a port that it finds, or by what ``start`` says."""
+    command, environ = started_by(words, ranks, start)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+
+
+def started_by(words: Sequence[str], ranks: int = 1, start: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+    """The command and its environment."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [*(start or [sys.executable, *torchrun]), "-m", "lightrft", *words]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    clean |= {"TORCHRUN": f"{sys.executable} -m torch.distributed.run"}
-    return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300, check=False)
+    clean |= {"PYTHONUNBUFFERED": "1", "TORCHRUN": f"{sys.executable} -m torch.distributed.run"}
+    return command, clean
 
 
 def train(output: Path, backend: Sequence[str], ranks: int) -> subprocess.CompletedProcess[str]:
@@ -112,6 +119,37 @@ def test_a_run_of_two_ranks_resumes(tmp_path: Path) -> None:
         load_file(tmp_path / name / "checkpoints" / "step5" / "model.safetensors") for name in ("whole", "parts")
     ]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize(("backend", "ranks"), [("local", 1), ("fsdp", 2)])
+def test_K2_killed_at_any_moment_it_goes_on_as_if_it_had_not_been(tmp_path: Path, backend: str, ranks: int) -> None:
+    words = ["train", *SETTINGS, "--save-every", "1", "--backend", backend, "--output"]
+    assert run([*words, str(tmp_path / "whole")], ranks).returncode == 0
+    command, environ = started_by([*words, str(tmp_path / "killed")], ranks)
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/5  reward"):
+            break
+    # Somewhere between the end of step 3 and that of step 4: a save may be in progress, and is not waited for.
+    for pid in group_of(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "checkpoints" / "step5").exists()
+    result = run([*words, str(tmp_path / "killed"), "--resume"], ranks)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert furthest(tmp_path / "whole", tmp_path / "killed") == 0.0
+
+
+def group_of(leader: int) -> list[int]:
+    """All processes below one: torchrun starts its ranks in sessions of their own."""
+    found = [leader]
+    for pid in found:
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        if children.exists():
+            found += map(int, children.read_text().split())
+    return found
 
 
 @pytest.mark.backends

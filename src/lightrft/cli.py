@@ -1,4 +1,4 @@
-"""``lightrft demo | train | doctor``: the only file that prints.
+"""``lightrft demo | train | checkpoints | export | doctor``: the only file that prints.
 
 A user's mistake is a message on stderr and exit code 2 (``--debug`` shows the traceback); Ctrl-C saves and gives 130.
 """
@@ -14,22 +14,29 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from attrs import evolve, frozen
+from tyro.conf import Positional
 
-from lightrft.errors import USER_ERRORS, ConfigError
+from lightrft.errors import USER_ERRORS, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from lightrft.checkpoints.export import Tokenizer
+    from lightrft.checkpoints.report import Entry, Report
     from lightrft.rlvr.config import TrainConfig
     from lightrft.rlvr.session import Outcome
 
-OK, MISTAKE, INTERRUPTED = 0, 2, 130
+OK, DAMAGED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 LAUNCHED = ("deepspeed", "fsdp")
 """Backends whose ranks are processes that a launcher starts."""
 
 USAGE = """usage: lightrft COMMAND [options]
 
-  demo      train a real language model on a real task, in minutes
-  train     train your model on your task, with any setting
-  doctor    what this machine can run, and how to get what is missing
+  demo         train a real language model on a real task, in minutes
+  train        train your model on your task, with any setting
+  checkpoints  what is in a directory of checkpoints, whole or damaged
+  export       turn a checkpoint into a Hugging Face directory
+  doctor       what this machine can run, and how to get what is missing
 
 `lightrft COMMAND --help` lists the options of a command."""
 
@@ -171,6 +178,189 @@ LEFT_BEHIND: Mapping[str, str] = MappingProxyType(
 """What a run leaves in its directory."""
 
 
+@frozen(kw_only=True)
+class CheckpointsOptions:
+    """Show the checkpoints in a directory: which are whole, which are damaged and why. Exit code 1 if one is damaged."""
+
+    directory: Positional[Path]
+    """A directory of checkpoints, or of a run of `lightrft train`."""
+    verify: bool = False
+    """Read every file and compare checksums; without it only sizes are compared."""
+    prune: int | None = None
+    """Remove all but so many of the most recently committed checkpoints; the latest one always stays."""
+    dry_run: bool = False
+    """With --prune: say what would be removed, and remove nothing."""
+    debug: bool = False
+    """Show tracebacks and debug logs."""
+
+
+def checkpoints(words: Sequence[str]) -> int:
+    """``lightrft checkpoints``."""
+    from lightrft.checkpoints.report import no_run_saves_into
+
+    options = parse(CheckpointsOptions, words, "lightrft checkpoints")
+    if options.dry_run and options.prune is None:
+        raise ConfigError("--dry-run says what --prune would remove. Add --prune N.")
+    if options.prune is None or options.dry_run:
+        report = examined(options)
+    else:
+        with no_run_saves_into(options.directory):
+            report = examined(options)
+    show_report(report, options.verify)
+    return OK if report.is_whole else DAMAGED
+
+
+def examined(options: CheckpointsOptions) -> Report:
+    """The report, after what is superfluous was removed."""
+    from lightrft.checkpoints.report import examine, remove, superfluous
+
+    report = verified(options.directory) if options.verify else examine(options.directory)
+    for entry in () if options.prune is None else superfluous(report, options.prune):
+        if not options.dry_run:
+            report = remove(report, entry)
+        size = "" if entry.manifest is None else f", {size_text(entry.manifest.size)}"
+        print(f"{'would remove' if options.dry_run else 'removed'} {entry.path}{size}")
+    return report
+
+
+def verified(directory: Path) -> Report:
+    """The report after every byte was read, with a bar on the terminal meanwhile."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    from lightrft.checkpoints.report import bytes_in, examine
+
+    console = Console(stderr=True)
+    columns = ("reading", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=bytes_in(directory))
+        return examine(directory, verify=True, advance=lambda size: progress.advance(task, size))
+
+
+def show_report(report: Report, verified: bool) -> None:
+    """The table, and beneath it what is wrong and what else lies there."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("tag", "state", "step", "backend", "W", "size", "saved (UTC)")
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.no_wrap = True
+    for entry in report.entries:
+        table.add_row(*report_row(entry))
+    console = Console()
+    console.print(f"{report.directory}", markup=False, highlight=False, soft_wrap=True)
+    if report.entries:
+        console.print(table)
+    problems = [problem for entry in report.entries for problem in entry.problems]
+    problems += [report.problem] if report.problem else []
+    lines = ["Damaged:", *(f"  {problem}" for problem in problems)] if problems else []
+    if report.unfinished:
+        lines.append(f"saves in progress, or left by dead ones until the next save: {', '.join(report.unfinished)}")
+    if report.foreign:
+        lines.append(f"not ours, never touched: {', '.join(report.foreign)}")
+    if not verified and report.is_whole:
+        lines.append("Sizes were compared, not checksums: --verify reads every file.")
+    if lines:
+        console.print(*lines, sep="\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def report_row(entry: Entry) -> tuple[str, ...]:
+    """The cells of a checkpoint."""
+    from rich.markup import escape
+
+    name = entry.path.name if entry.manifest is None or entry.is_copy else entry.manifest.tag
+    mark = " (latest)" if entry.is_latest else " (a copy)" if entry.is_copy else ""
+    state = "[red]damaged" if entry.problems else "[green]whole"
+    manifest = entry.manifest
+    if manifest is None:
+        return escape(name) + mark, state, "", "", "", "", ""
+    return (
+        escape(name) + mark,
+        state,
+        str(manifest.step),
+        escape(manifest.backend),
+        str(manifest.world_size),
+        size_text(manifest.size),
+        escape(manifest.saved_on[:16].replace("T", " ")),
+    )
+
+
+def size_text(size: int) -> str:
+    """Bytes, for people."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} B"
+
+
+@frozen(kw_only=True)
+class ExportOptions:
+    """Turn a checkpoint into a Hugging Face directory, without a GPU."""
+
+    checkpoint: Positional[Path]
+    """A checkpoint's directory, one that holds several (its latest is taken), that of a run of `lightrft train`, or
+    one that DeepSpeed itself saved."""
+    out: Positional[Path]
+    """Where the model goes."""
+    model: str | None = None
+    """Where architecture and tokenizer come from: tiny, smollm2, or a Hugging Face directory or name; of a run, its own
+    by default. For an adapter: the directory that has its adapter_config.json."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the weights are stored as."""
+    merge: bool = False
+    """Add the weights of a LoRA adapter to those that it adapts."""
+    overwrite: bool = False
+    """Replace the model in a directory that is not empty."""
+    debug: bool = False
+    """Show tracebacks and debug logs."""
+
+
+def export(words: Sequence[str]) -> int:
+    """``lightrft export``."""
+    from lightrft.checkpoints.export import export_checkpoint
+
+    options = parse(ExportOptions, words, "lightrft export")
+    if not options.checkpoint.is_dir():
+        raise CheckpointError(f"no checkpoint in {options.checkpoint}: there is no such directory. Check the path.")
+    done = export_checkpoint(
+        options.checkpoint,
+        options.out,
+        model=options.model or model_of_run(options.checkpoint),
+        load_base=base_model,
+        dtype=options.dtype,
+        merge=options.merge,
+        overwrite=options.overwrite,
+    )
+    what = {
+        "model": f"a model of {done.parameters:,} parameters in {options.dtype}",
+        "adapter": f"a LoRA adapter of {done.parameters:,} parameters in {options.dtype}",
+        "weights": "model.safetensors alone, since no architecture is known: name one with --model",
+    }
+    print(f"{done.source} -> {done.directory}: {what[done.kind]}.")
+    return OK
+
+
+def model_of_run(checkpoint: Path) -> str | None:
+    """The model that the run to which a checkpoint belongs started from; None if it is no run's."""
+    from lightrft.rlvr.config import TrainConfig
+    from lightrft.rlvr.run_directory import is_run
+
+    here = checkpoint.resolve()
+    for directory in (here, here.parent, here.parent.parent):
+        if is_run(directory):
+            return read_settings(directory / "config.toml", TrainConfig).model
+    return None
+
+
+def base_model(spec: str) -> tuple[Module, Tokenizer]:
+    """Architecture and tokenizer. The weights are replaced: of a directory they are not even read."""
+    from lightrft.checkpoints.export import skeleton
+    from lightrft.rlvr.models import load_policy
+
+    return skeleton(spec) if Path(spec).is_dir() else load_policy(spec)
+
+
 def doctor(words: Sequence[str]) -> int:
     """``lightrft doctor``."""
     from rich.console import Console
@@ -198,7 +388,7 @@ class DoctorOptions:
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
-    {"demo": demo, "train": train, "doctor": doctor}
+    {"demo": demo, "train": train, "checkpoints": checkpoints, "export": export, "doctor": doctor}
 )
 
 
@@ -230,7 +420,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def run_command(words: Sequence[str]) -> int:
-    """The exit code of a command: 0, 2 for a user's mistake, 130 when interrupted."""
+    """The exit code of a command: 0, 1 for a damaged checkpoint, 2 for a user's mistake, 130 when interrupted."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
         return OK if words else MISTAKE

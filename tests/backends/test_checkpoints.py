@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.checkpoints import checksums
 from lightrft.errors import CheckpointError
 from lightrft.strategy.record import StrategyRecord
 from support import MakeStrategy
@@ -104,3 +105,21 @@ def test_K10_save_model_writes_what_from_pretrained_reads(make_strategy: MakeStr
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, again(input_ids=ids).logits)
     assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_a_save_does_not_read_what_it_wrote(
+    make_strategy: MakeStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    file_entry = checksums.file_entry
+
+    def noted(path: Path) -> checksums.FileEntry:
+        read.append(path.name)
+        return file_entry(path)
+
+    monkeypatch.setattr("lightrft.checkpoints.manifest.file_entry", noted)
+    strategy, model, _, _ = run = start(make_strategy)
+    train(run, 0, 1)
+    strategy.save_ckpt(model, tmp_path)
+    assert "client_state.json" in read
+    assert not {"model.safetensors", "optimizer.safetensors"} & set(read)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -20,6 +21,8 @@ from lightrft.checkpoints.layout import (
     checked_tag,
     damage,
     find_checkpoint,
+    keep_others_out,
+    let_others_in,
     list_checkpoints,
     read_manifest,
     write_checkpoint,
@@ -441,6 +444,15 @@ def test_K4_a_tag_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
             pytest.fail("the save never got through")
 
 
+def test_K4_latest_is_replaced_not_overwritten(tmp_path: Path) -> None:
+    """A crash between truncation and write would leave it empty: too short a moment for a test that kills."""
+    save(tmp_path, "a")
+    with (tmp_path / "latest").open() as before:
+        save(tmp_path, "b")
+        assert before.read() == "a"
+    assert (tmp_path / "latest").read_text() == "b"
+
+
 def test_K4_a_directory_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("f")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/file/a"):
@@ -455,3 +467,103 @@ def test_K4_a_directory_that_cannot_be_written_is_an_error_with_its_path(tmp_pat
 def test_K1_layout_needs_no_torch() -> None:
     code = "import sys, lightrft.checkpoints.layout; assert not {'torch', 'numpy', 'safetensors'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+SAVES = """
+    import os, sys
+    from lightrft.checkpoints.layout import keep_others_out
+
+    keep_others_out(sys.argv[1], {})
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+
+
+def another_run(root: Path) -> subprocess.Popen[str]:
+    """A process that wants to save into ``root``, and lives until its stdin is closed."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SAVES), str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_K4_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    held: dict[Path, int] = {}
+    with another_run(tmp_path / "new") as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "mine\n"
+        for _ in range(2):
+            with pytest.raises(
+                CheckpointError, match=rf"{tmp_path}/new: another run saves there, process {first.pid} on \S+\. W"
+            ):
+                keep_others_out(tmp_path / "new", held)
+        assert held == {}
+        keep_others_out(tmp_path / "other", held)
+        first.kill()
+    keep_others_out(tmp_path / "new", held)
+    assert sorted(path.name for path in held) == ["new", "other"]
+    let_others_in(held)
+
+
+def test_K4_a_run_keeps_others_out_until_it_lets_them_in(tmp_path: Path) -> None:
+    held: dict[Path, int] = {}
+    keep_others_out(tmp_path, held)
+    save(tmp_path, "a")
+    keep_others_out(tmp_path, held)
+    _, said = another_run(tmp_path).communicate()
+    assert f"another run saves there, process {os.getpid()} on" in said
+    let_others_in(held)
+    assert held == {}
+    assert another_run(tmp_path).communicate() == ("mine\n", "")
+
+
+def test_K4_the_lock_is_of_the_process_not_of_a_strategy(tmp_path: Path) -> None:
+    one: dict[Path, int] = {}
+    other: dict[Path, int] = {}
+    keep_others_out(tmp_path, one)
+    keep_others_out(tmp_path / "." / "", other)
+    let_others_in(other)
+    keep_others_out(tmp_path, one)
+    assert "another run" in another_run(tmp_path).communicate()[1], "locked again by the next save"
+    shutil.rmtree(tmp_path)
+    keep_others_out(tmp_path, one)
+    assert "another run" in another_run(tmp_path).communicate()[1], "it is the new file that is locked"
+    let_others_in(one)
+
+
+def test_K4_a_fork_does_not_keep_the_lock_of_a_dead_run(tmp_path: Path) -> None:
+    """A worker of a data loader may outlive a run by some time."""
+    code = textwrap.dedent(SAVES).replace("sys.stdin.read()", "os.fork() or sys.stdin.read()")
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "mine\n"
+        worker.wait()
+        assert another_run(tmp_path).communicate() == ("mine\n", "")
+
+
+def test_K4_without_locks_a_run_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    held: dict[Path, int] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", fails)
+        keep_others_out(tmp_path, held)
+    assert f"{tmp_path} cannot be locked (No locks available)" in caplog.text
+    let_others_in(held)
+
+
+def test_K9_a_lock_file_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("p")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/root.*lock"):
+        keep_others_out(tmp_path / "root", {})
+    assert (tmp_path / "precious").read_text() == "p"

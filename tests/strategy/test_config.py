@@ -101,6 +101,7 @@ REFERENCE = {
     "weight_sync_bucket_mb": 256,
     "log_dir": None,
     "check_ranks": False,
+    "async_save": False,
 }
 """The reference's fields and defaults, and ours: written out, so that a changed default is seen."""
 

@@ -34,8 +34,8 @@ from lightrft.ops.zero import (
     drop,
     is_engine,
     mark_window,
+    outline_state,
     put_state,
-    take_state,
     unmark_window,
     whole_weights,
     zero_of,
@@ -339,7 +339,7 @@ def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
         gradients=Gradients(add_gradient, were_dropped, apply_update, norm_now),
         whole_weights=whole_weights,
         average_into=average_into,
-        whole_state=WholeState(take_state, put_state),
+        whole_state=WholeState(outline_state, put_state),
         init_model_context=bind(init_model_context, run),
         setup_inference_engine=bind(registry.setup_inference_engine, run),
     )

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightrft.checkpoints.checksums import FileEntry
+from lightrft.checkpoints.reading import Read, as_it_is
 from lightrft.checkpoints.tensors import read_tensors, unstorable, write_tensors
 from lightrft.errors import CheckpointError
 
@@ -39,23 +41,25 @@ _CAN = (
 )
 
 
-def encode(value: object, name: str, tensors: dict[str, Tensor], at: str = "") -> Json:
+def encode(value: object, name: str, tensors: dict[str, Tensor], at: str = "", *, in_place: bool = False) -> Json:
     """``value`` as JSON. Tensors and arrays are added to ``tensors`` under keys that begin with ``at``.
+
+    ``in_place``: tensors are added as they are, on whatever device, for a writer that reads each when its turn comes.
 
     ``name`` is what an error calls the value: ``client_state['a'][0]: object of type Lock cannot be saved``.
     Tensors on the CPU are not copied: write them before they change.
     Raises ``TypeError`` for anything that :func:`decode` could not give back equal. Subclasses are no exception: a
     namedtuple would come back as a tuple.
     """
-    return _encode(value, name, tensors, at, 0)
+    return _encode(value, name, tensors, at, 0, in_place)
 
 
-def _encode(value: object, name: str, tensors: dict[str, Tensor], at: str, depth: int) -> Json:
+def _encode(value: object, name: str, tensors: dict[str, Tensor], at: str, depth: int, in_place: bool = False) -> Json:
     if depth > _DEEPEST:
         raise TypeError(f"{name}: nested deeper than {_DEEPEST} levels, or contains itself. Flatten it.")
 
     def inner(child: object, key: object) -> Json:
-        return _encode(child, f"{name}[{key!r}]", tensors, f"{at}/{key}" if at else str(key), depth + 1)
+        return _encode(child, f"{name}[{key!r}]", tensors, f"{at}/{key}" if at else str(key), depth + 1, in_place)
 
     kind = type(value)
     if value is None or isinstance(value, bool):
@@ -95,10 +99,10 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], at: str, depth
         shape: list[Json] = list(value.shape)
         return {_KIND: "array", "dtype": value.dtype.str, "shape": shape, "key": _add(tensors, at, stored)}
     if kind in (Tensor, Parameter) and isinstance(value, Tensor):
-        if problem := unstorable(value):
+        if (problem := unstorable(value)) and not in_place:
             raise TypeError(f"{name}: this tensor cannot be saved: {problem}")
         flags: dict[str, Json] = {"parameter": kind is Parameter, "requires_grad": value.requires_grad}
-        return {_KIND: "tensor", "key": _add(tensors, at, value.detach().cpu()), **flags}
+        return {_KIND: "tensor", "key": _add(tensors, at, value if in_place else value.detach().cpu()), **flags}
     raise TypeError(f"{name}: object of type {kind.__module__}.{kind.__qualname__} cannot be saved. {_CAN}")
 
 
@@ -207,11 +211,19 @@ _DECODERS: Mapping[str, Callable[[dict[str, Json], Mapping[str, Tensor]], object
 }
 
 
-def write_value(file: Path, tree: Json, tensors: Mapping[str, Tensor]) -> None:
-    """Writes ``tree`` to ``file``, a ``.json``, and ``tensors``, if any, to the ``.safetensors`` beside it."""
-    file.write_text(json.dumps(tree, allow_nan=False), encoding="ascii")
-    if tensors:
-        write_tensors(file.with_suffix(".safetensors"), tensors)
+def write_value(
+    file: Path | None, tree: Json, tensors: Mapping[str, Tensor], read: Read = as_it_is
+) -> FileEntry | None:
+    """Writes ``tree`` to ``file``, a ``.json``, and ``tensors``, if any, to the ``.safetensors`` beside it, whose entry it
+    returns.
+
+    ``read``, and what no ``file`` means: as in :func:`write_tensors`.
+    """
+    if file is not None:
+        file.write_text(json.dumps(tree, allow_nan=False), encoding="ascii")
+    if not tensors:
+        return None
+    return write_tensors(None if file is None else file.with_suffix(".safetensors"), tensors, read)
 
 
 def read_value(file: Path) -> object:

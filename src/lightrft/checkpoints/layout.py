@@ -8,6 +8,7 @@
     <save_dir>/.tmp-<tag>-<pid>-<random> a save in progress, or what a dead one left
     <save_dir>/.old-<tag>-<pid>-<random> the checkpoint that a save of the same tag is about to replace, only where the
                                          file system cannot swap two directories in one step
+    <save_dir>/.lock                     locked by the run that saves here, as long as it lives
 
 A checkpoint is written to the hidden directory and renamed into place: it is there whole or not at all (law K4).
 """
@@ -22,6 +23,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -53,8 +55,11 @@ __all__ = [
     "checked_tag",
     "damage",
     "find_checkpoint",
+    "keep_others_out",
+    "let_others_in",
     "list_checkpoints",
     "read_manifest",
+    "remove",
     "remove_debris",
     "rotate",
     "write_checkpoint",
@@ -62,6 +67,7 @@ __all__ = [
 
 GIGABYTE = 10**9
 _IN_PROGRESS, _REPLACED = ".tmp-", ".old-"
+_LOCK = ".lock"
 
 
 @frozen
@@ -78,7 +84,7 @@ class Found:
 def write_checkpoint(
     save_dir: str | Path,
     tag: str,
-    write: Callable[[Path], None],
+    write: Callable[[Path], Mapping[str, FileEntry] | None],
     *,
     backend: str,
     world_size: int,
@@ -92,7 +98,8 @@ def write_checkpoint(
 
     Only then ``latest`` is replaced (if ``save_latest``) and older checkpoints are removed (see :func:`rotate`). An
     error in ``write`` leaves every earlier checkpoint and ``latest`` as they were (FC09, FC26) and goes through, an
-    ``OSError`` as ``CheckpointError``. ``extra`` is kept in the manifest: JSON values only.
+    ``OSError`` as ``CheckpointError``. What it returns are entries of files, by path inside the directory, that it made
+    of the bytes as it wrote them: only the others are read again. ``extra`` is kept in the manifest: JSON values only.
 
     Raises ``CheckpointError`` for a tag that is no plain name and for what the file system refuses.
     """
@@ -105,7 +112,7 @@ def write_checkpoint(
         root.mkdir(parents=True, exist_ok=True)
         remove_debris(root)
         with _work_directory(root, tag) as work:
-            write(work)
+            recorded = write(work)
             manifest = Manifest(
                 tag=tag,
                 backend=backend,
@@ -113,7 +120,7 @@ def write_checkpoint(
                 step=step,
                 committed_at=1 + max((found.manifest.committed_at for found in list_checkpoints(root)), default=0),
                 saved_on=datetime.now(UTC).isoformat(timespec="seconds"),
-                files=flushed_entries(work),
+                files=flushed_entries(work, recorded),
                 versions=versions(),
                 extra=dict(extra or {}),
             )
@@ -147,7 +154,7 @@ def rotate(save_dir: Path, newest: str, *, max_num: int, max_mem: float) -> None
         room -= found.manifest.size
         if position >= max_num or room < 0:
             try:
-                _remove(found.path)
+                remove(found.path)
             except OSError as error:
                 logger.warning("old checkpoint %s cannot be removed: %s", found.path, error)
 
@@ -161,7 +168,7 @@ def remove_debris(save_dir: Path) -> None:
         target = save_dir / _tag_of_hidden(path)
         with suppress(OSError):
             if target.exists():
-                _remove(path)
+                remove(path)
             else:
                 path.rename(target)
 
@@ -236,8 +243,8 @@ def _set_aside_unless_ours(target: Path) -> None:
             logger.warning("%s was in the way of a new checkpoint and is now %s: %s", target, aside, error)
 
 
-def _remove(path: Path) -> None:
-    """Removes a checkpoint such that a crash in between leaves debris, never half a checkpoint."""
+def remove(path: Path) -> None:
+    """Removes a checkpoint, such that a crash in between leaves debris, never half a checkpoint."""
     doomed = path.with_name(f"{_IN_PROGRESS}{path.name.lstrip('.')}-{os.getpid()}-{secrets.token_hex(4)}")
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -249,6 +256,57 @@ def _replace_latest(root: Path, tag: str) -> None:
         flush(work / LATEST)
         (work / LATEST).replace(root / LATEST)
     flush(root)
+
+
+# --- one run at a time
+
+
+def keep_others_out(save_dir: str | Path, held: dict[Path, int], purpose: str = "save into") -> None:
+    """Makes ``save_dir`` this run's own, before each save: two runs would rotate away each other's checkpoints.
+
+    ``held`` has the open lock files of a run, by directory. Its locks are those of POSIX: they end with
+    :func:`let_others_in` or with the process, however it dies, and neither refuse that process nor pass to its forks.
+    Where the file system knows no locks, a warning says so and the run goes on. ``purpose`` is for the error.
+
+    Raises ``CheckpointError`` that names the process which has the directory.
+    """
+    root = Path(save_dir).resolve()
+    with _named_errors(f"cannot {purpose} {root}"):
+        root.mkdir(parents=True, exist_ok=True)
+        handle = _lock_file(root, held)
+        try:
+            # Also where it is held: any close of the file in this process, by another strategy or a copy, ends the lock.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                logger.warning("%s cannot be locked (%s): let no other run save there", root, error.strerror)
+                return
+            holder = os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
+            os.close(held.pop(root))
+            raise CheckpointError(
+                f"cannot {purpose} {root}: another run saves there, {holder if holder.isprintable() and holder else 'unnamed'}."
+                " Wait until it ends, stop it, or choose another directory."
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def let_others_in(held: dict[Path, int]) -> None:
+    """Gives up every directory in ``held``. The lock files stay: one that is removed can be locked twice."""
+    while held:
+        os.close(held.popitem()[1])
+
+
+def _lock_file(root: Path, held: dict[Path, int]) -> int:
+    """The open lock file of ``root``: another one if somebody has replaced it."""
+    path = root / _LOCK
+    if root in held:
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(held[root]), path.lstat()):
+                return held[root]
+        os.close(held.pop(root))
+    held[root] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    return held[root]
 
 
 # --- reading
@@ -281,7 +339,7 @@ def find_checkpoint(load_dir: str | Path, tag: str | None = None, *, verify: boo
             logger.warning("loading %s, the newest whole checkpoint in %s", found.path, root)
             return found.path
         rejected += [f"{found.path}: {problem}" for problem in problems]
-    raise CheckpointError(f"no whole checkpoint in {root}.{listed(rejected)}" + _foreign(root))
+    raise CheckpointError(f"no whole checkpoint in {root}.{listed(rejected)}" + ("" if rejected else _foreign(root)))
 
 
 def list_checkpoints(save_dir: str | Path) -> tuple[Found, ...]:

@@ -13,22 +13,18 @@ from pathlib import Path, PurePosixPath
 
 from attrs import asdict, field, frozen
 
+from lightrft.checkpoints.checksums import FileEntry as FileEntry
+from lightrft.checkpoints.checksums import checksums_match, file_entry
 from lightrft.errors import CheckpointError
 
 FORMAT = "lightrft-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 has checksums of chunks. 1 is still read."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _LONGEST_TAG = 180
+_SMALLEST_CHUNK = 2**16
 _LIBRARIES = ("lightrft", "torch", "numpy", "safetensors", "transformers")
-
-
-@frozen
-class FileEntry:
-    """A file of a checkpoint: its size in bytes and the SHA-256 of its content in hexadecimal."""
-
-    size: int
-    sha256: str
 
 
 @frozen(kw_only=True)
@@ -82,15 +78,18 @@ def tag_problem(tag: object) -> str | None:
     return None
 
 
-def flushed_entries(directory: Path) -> dict[str, FileEntry]:
-    """Size and SHA-256 of every file below ``directory``, after all of it is on the disk."""
-    entries = {}
+def flushed_entries(directory: Path, recorded: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
+    """The entry of every file below ``directory``, after all of it is on the disk.
+
+    ``recorded``: those that whoever wrote a file made of what it wrote. The others are made of what is there.
+    """
+    entries, known = {}, recorded or {}
     for path in sorted(directory.rglob("*")):
-        if path.is_dir():
-            flush(path)
-        else:
-            flush(path)
-            entries[path.relative_to(directory).as_posix()] = FileEntry(path.stat().st_size, _sha256(path))
+        flush(path)
+        if not path.is_dir():
+            name = path.relative_to(directory).as_posix()
+            entry = known.get(name)
+            entries[name] = entry if entry is not None and entry.size == path.stat().st_size else file_entry(path)
     return entries
 
 
@@ -131,9 +130,9 @@ def read_manifest(path: str | Path) -> Manifest:
         raise CheckpointError(f"{file} is not the manifest of a lightrft checkpoint")
     if body.pop("checksum", None) != _digest(body):
         raise CheckpointError(f"{file} is damaged: its checksum does not match")
-    if body.pop("format_version") != FORMAT_VERSION:
+    if (version := body.pop("format_version", None)) not in range(1, FORMAT_VERSION + 1):
         raise CheckpointError(
-            f"{file} has another format version than {FORMAT_VERSION}. Load it with a newer lightrft."
+            f"{file} has format version {version!r}, known are 1 to {FORMAT_VERSION}. Load it with a newer lightrft."
         )
     del body["format"]
     try:
@@ -152,7 +151,8 @@ def damage(path: Path, *, verify: bool = True) -> tuple[str, ...]:
         files = read_manifest(path).files
     except CheckpointError as error:
         return (str(error),)
-    problems = []
+    problems: list[str] = []
+    right_size: list[tuple[Path, FileEntry]] = []
     for name, entry in files.items():
         file = path / name
         try:
@@ -160,10 +160,16 @@ def damage(path: Path, *, verify: bool = True) -> tuple[str, ...]:
                 problems.append(f"{file} is missing")
             elif (size := file.stat().st_size) != entry.size:
                 problems.append(f"{file} has {size} bytes, not {entry.size}")
-            elif verify and _sha256(file) != entry.sha256:
-                problems.append(f"{file} is damaged: its checksum does not match")
+            else:
+                right_size.append((file, entry))
         except OSError as error:
             problems.append(f"{file} cannot be read: {error}")
+    if verify:
+        for (file, _), match in zip(right_size, checksums_match(right_size), strict=True):
+            if isinstance(match, OSError):
+                problems.append(f"{file} cannot be read: {match}")
+            elif not match:
+                problems.append(f"{file} is damaged: its checksum does not match")
     return tuple(problems)
 
 
@@ -172,14 +178,19 @@ def _check_manifest(file: Path, manifest: Manifest) -> None:
     checked_tag(manifest.tag)
     if not all(isinstance(number, int) for number in (manifest.world_size, manifest.step, manifest.committed_at)):
         raise CheckpointError(f"{file} is not a valid manifest: world_size, step and committed_at must be integers")
-    for name in manifest.files:
+    for name, entry in manifest.files.items():
+        if not _is_valid(entry):
+            raise CheckpointError(f"{file} is not a valid manifest: of {name!r} it says {entry}")
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
             raise CheckpointError(f"{file} lists {name!r}, which is outside of the checkpoint")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _is_valid(entry: FileEntry) -> bool:
+    """Chunks must not be so small that their number is a burden."""
+    numbers = (entry.size, entry.chunk_size)
+    if not isinstance(entry.sha256, str) or not all(isinstance(number, int) and number >= 0 for number in numbers):
+        return False
+    return entry.chunk_size == 0 or entry.chunk_size >= _SMALLEST_CHUNK
 
 
 def _digest(body: Mapping[str, object]) -> str:

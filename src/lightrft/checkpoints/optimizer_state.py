@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from lightrft.checkpoints.client_state import Json, encode, read_mapping
 from lightrft.errors import CheckpointError, listed
 
 _OTHERWISE = "pass load_optimizer_states=False"
+_LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"})
+"""The parts of a state that have the shape of their parameter, whichever optimizer it is that has them."""
 
 
 @frozen(eq=False)
@@ -48,7 +50,7 @@ def encoded_optimizer(model: Module, optimizer: Optimizer) -> tuple[Json, dict[s
     tree: dict[str, Json] = {
         "class": type(optimizer).__name__,
         "param_groups": encode(groups, "param_groups", tensors, at="param_groups"),
-        "state": encode(state, "optimizer.state", tensors),
+        "state": encode(state, "optimizer.state", tensors, in_place=True),
     }
     return tree, tensors
 
@@ -60,6 +62,30 @@ def checked_optimizer(model: Module, optimizer: Optimizer, file: Path) -> Restor
         return _matched(model, optimizer, file, saved)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{file} is not the state of an optimizer: {error!r}") from error
+
+
+def checked_moments(
+    model: Module, optimizer: Optimizer, source: Path, moments: Mapping[str, Mapping[str, Tensor]]
+) -> RestoredOptimizer:
+    """State by the names of parameters alone, if it fits ``optimizer``, whose settings stay; else ``CheckpointError``.
+
+    That of parameters which the optimizer does not hold is left out.
+    """
+    if any("exp_avg" in entry for entry in moments.values()) and "betas" not in optimizer.defaults:
+        raise CheckpointError(
+            f"{source} was written by a kind of Adam, the optimizer is {type(optimizer).__name__}. "
+            f"Make the same one, or {_OTHERWISE}."
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = {id(parameter): name for name, parameter in reversed(parameters.items())}
+    groups = [
+        {**group, "params": [names.get(id(parameter)) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    state = {name: dict(entry) for name, entry in moments.items() if id(parameters.get(name)) in held}
+    saved: dict[str, object] = {"class": type(optimizer).__name__, "param_groups": groups, "state": state}
+    return _matched(model, optimizer, source, saved)
 
 
 def apply_optimizer(optimizer: Optimizer, restored: RestoredOptimizer) -> None:
@@ -96,6 +122,14 @@ def _matched(model: Module, optimizer: Optimizer, file: Path, saved: dict[str, o
         raise CheckpointError(
             f"{file} does not fit the optimizer:{listed(sorted(problems))}\nFor a new one, {_OTHERWISE}."
         )
+    wrong = [
+        f"{name}: {key} of shape {tuple(value.shape)}, the parameter has {tuple(parameters[name].shape)}"
+        for name, entry in entries.items()
+        for key, value in entry.items()
+        if key in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != parameters[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{file} does not fit the model:{listed(wrong)}\nIt is of another one: {_OTHERWISE}.")
     return RestoredOptimizer(
         [
             {key: _moved(value, target.get(key)) for key, value in _hyperparameters(group).items()}
@@ -125,7 +159,7 @@ def _placed(entry: dict[str, object], parameter: Tensor, optimizer: Optimizer) -
 
 def _moved(value: object, like: object) -> object:
     """``value`` with its tensors on the device of ``like``, if that is a tensor."""
-    if isinstance(value, Tensor) and isinstance(like, Tensor):
+    if isinstance(value, Tensor) and isinstance(like, Tensor) and not like.is_meta:
         return value.to(like.device)
     if isinstance(value, list):
         return [_moved(item, like) for item in value]

@@ -28,9 +28,23 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightrft.checkpoints.checksums import FileEntry
 from lightrft.checkpoints.client_state import Json, encode, read_mapping, write_value
-from lightrft.checkpoints.optimizer_state import apply_optimizer, checked_optimizer, encoded_optimizer
-from lightrft.checkpoints.tensors import TensorFile, read_tensors, storage_key, unstorable, write_tensors
+from lightrft.checkpoints.deepspeed_native import fp32_weights, optimizer_moments, updates
+from lightrft.checkpoints.optimizer_state import (
+    apply_optimizer,
+    checked_moments,
+    checked_optimizer,
+    encoded_optimizer,
+)
+from lightrft.checkpoints.reading import Read, as_it_is
+from lightrft.checkpoints.tensors import (
+    TensorFile,
+    read_tensors,
+    storage_key,
+    unstorable,
+    write_tensors,
+)
 from lightrft.errors import CheckpointError, listed
 
 if TYPE_CHECKING:
@@ -50,6 +64,66 @@ class LoadedState:
     counters: dict[str, int]
 
 
+@frozen(eq=False)
+class EncodedState:
+    """All that a checkpoint will hold, known to be storable: JSON, and the tensors of model and optimizer, not yet read."""
+
+    weights: dict[str, Tensor]
+    optimizer: tuple[Json, dict[str, Tensor]] | None
+    values: dict[str, tuple[Json, dict[str, Tensor]]]
+    """The rest, by the stem of its file; its tensors are small and on the CPU."""
+
+
+def encoded_state(
+    *,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    counters: Mapping[str, int] | None = None,
+    client_state: Mapping[str, object] | None = None,
+    random_states: Sequence[Mapping[str, object]] | None = None,
+    placeholders: bool = False,
+) -> EncodedState:
+    """What :func:`write_state` writes. Only tensors may change afterwards.
+
+    ``random_states``: every rank's :func:`random_state`, in rank order; by default that of this process, as rank 0's.
+    ``placeholders``: tensors of model and optimizer may be on the meta device. ``TypeError`` names the place in
+    ``client_state`` that cannot be stored, ``CheckpointError`` the parameter.
+    """
+    values: dict[str, tuple[Json, dict[str, Tensor]]] = {}
+    values[CLIENT_STATE] = _encoded(dict(client_state or {}), CLIENT_STATE)
+    values[COUNTERS] = _encoded({name: index(value) for name, value in (counters or {}).items()}, COUNTERS)
+    for rank, state in enumerate([random_state()] if random_states is None else random_states):
+        values[f"rng_rank{rank}"] = _encoded(dict(state), "random state")
+    if scheduler is not None:
+        values[SCHEDULER] = _encoded(_scheduler_state(scheduler), SCHEDULER)
+    weights = _weights(model)
+    for name, tensor in weights.items():
+        if (problem := unstorable(tensor)) and not (placeholders and tensor.is_meta):
+            raise CheckpointError(f"cannot save {name!r} of the model: {problem}")
+    return EncodedState(weights, None if optimizer is None else encoded_optimizer(model, optimizer), values)
+
+
+def write_state(directory: Path | None, state: EncodedState, read: Read = as_it_is) -> dict[str, FileEntry]:
+    """Writes the files of a checkpoint into ``directory``, which exists. Returns the entries of the large ones, by name.
+
+    ``read`` gives the values of a tensor of the model or the optimizer when its turn has come. Without a directory
+    nothing is written, and all is read in the same order: what the ranks do that do not write, where reading takes all
+    of them.
+    """
+
+    def file(name: str) -> Path | None:
+        return None if directory is None else directory / name
+
+    entries = {MODEL: write_tensors(file(MODEL), state.weights, read)}
+    if state.optimizer is not None:
+        entries[f"{OPTIMIZER}.safetensors"] = write_value(file(f"{OPTIMIZER}.json"), *state.optimizer, read)
+    if directory is not None:
+        for stem, (tree, tensors) in state.values.items():
+            write_value(directory / f"{stem}.json", tree, tensors)
+    return {name: entry for name, entry in entries.items() if entry is not None}
+
+
 def save_state(
     directory: Path,
     *,
@@ -58,31 +132,12 @@ def save_state(
     scheduler: LRScheduler | None = None,
     counters: Mapping[str, int] | None = None,
     client_state: Mapping[str, object] | None = None,
-    random_states: Sequence[Mapping[str, object]] | None = None,
 ) -> None:
-    """Writes the files of a checkpoint into ``directory``, which exists.
-
-    ``random_states``: every rank's :func:`random_state`, in rank order; by default that of this process, as rank 0's.
-
-    Nothing is written before all of it is known to be storable: ``TypeError`` names the place in ``client_state``
-    that is not, ``CheckpointError`` the parameter.
-    """
-    values: dict[str, tuple[Json, dict[str, Tensor]]] = {}
-    values[CLIENT_STATE] = _encoded(dict(client_state or {}), CLIENT_STATE)
-    values[COUNTERS] = _encoded({name: index(value) for name, value in (counters or {}).items()}, COUNTERS)
-    for rank, state in enumerate([random_state()] if random_states is None else random_states):
-        values[f"rng_rank{rank}"] = _encoded(dict(state), "random state")
-    if optimizer is not None:
-        values[OPTIMIZER] = encoded_optimizer(model, optimizer)
-    if scheduler is not None:
-        values[SCHEDULER] = _encoded(_scheduler_state(scheduler), SCHEDULER)
-    weights = _weights(model)
-    for name, tensor in weights.items():
-        if problem := unstorable(tensor):
-            raise CheckpointError(f"cannot save {name!r} of the model: {problem}")
-    write_tensors(directory / MODEL, weights)
-    for stem, (tree, tensors) in values.items():
-        write_value(directory / f"{stem}.json", tree, tensors)
+    """Both at once: nothing is written before all of it is known to be storable."""
+    state = encoded_state(
+        model=model, optimizer=optimizer, scheduler=scheduler, counters=counters, client_state=client_state
+    )
+    write_state(directory, state)
 
 
 def _encoded(value: object, name: str) -> tuple[Json, dict[str, Tensor]]:
@@ -101,16 +156,21 @@ def load_state(
     load_scheduler: bool = True,
     module_only: bool = False,
     rank: int = 0,
+    outline: bool = False,
 ) -> LoadedState:
     """Brings back what :func:`save_state` wrote: bitwise where dtypes are the same, in place, so that parameters keep
     their identity.
+
+    ``outline``: the model's tensors hold no values. They are replaced by what the file has, in the file's memory; those
+    that it lacks stay as they are.
 
     ``strict``: missing and unexpected keys of the model are errors, otherwise a warning; a wrong shape is an error.
     ``module_only`` changes the model alone: not the optimizer, the scheduler or the random generators.
 
     Raises ``CheckpointError`` before anything is changed.
     """
-    weights = _checked_weights(model, directory / MODEL, strict)
+    weights = read_tensors(directory / MODEL)
+    _check_weights(model, weights, directory / MODEL, strict, outline)
     loaded = LoadedState(read_mapping(directory / f"{CLIENT_STATE}.json"), _counters(directory / f"{COUNTERS}.json"))
     rng, restored, schedule = None, None, None
     if not module_only:
@@ -127,13 +187,52 @@ def load_state(
             scheduler.load_state_dict(schedule)
         except Exception as error:
             raise CheckpointError(f"{directory / SCHEDULER}.json does not fit the scheduler: {error!r}") from error
-    model.load_state_dict(weights.named(), strict=False)
+    model.load_state_dict(weights.named(), strict=False, assign=outline)
     _tie(model, orphans)
     if optimizer is not None and restored is not None:
         apply_optimizer(optimizer, restored)
     if rng is not None:
         _apply_rng(rng)
     return loaded
+
+
+def load_native(
+    directory: Path,
+    *,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_scheduler: bool = True,
+    module_only: bool = False,
+    rank: int = 0,
+    outline: bool = False,
+) -> LoadedState:
+    """The same of a directory that DeepSpeed itself wrote: weights, and where they are kept the optimizer's moments.
+
+    All else goes on as it is: the log says so. For a while the whole is in the memory of this process.
+    """
+    weights, moments = TensorFile(fp32_weights(directory)), None
+    _check_weights(model, weights, directory, strict, outline)
+    if optimizer is not None and load_optimizer and not module_only:
+        moments = checked_moments(model, optimizer, directory, optimizer_moments(directory))
+    counters = {"updates": updates(directory)}
+
+    model.load_state_dict(weights.named(), strict=False, assign=outline)
+    if optimizer is not None and moments is not None:
+        apply_optimizer(optimizer, moments)
+    restored = ["the weights"]
+    if moments is not None and moments.state:
+        restored.append(f"the optimizer's state of {len(moments.state)} parameters")
+    logger.info(
+        "%s was written by DeepSpeed itself: restored %s; not restored: %soptimizer settings, scheduler, random states, "
+        "client_state",
+        directory,
+        " and ".join(restored),
+        "" if len(restored) > 1 else "optimizer state, ",
+    )
+    return LoadedState({}, counters)
 
 
 # --- model
@@ -152,10 +251,9 @@ def _weights(model: Module) -> dict[str, Tensor]:
     return weights
 
 
-def _checked_weights(model: Module, file: Path, strict: bool) -> TensorFile:
-    """The weights in ``file`` if they fit ``model`` (law K7)."""
-    weights, targets = read_tensors(file), _weights(model)
-    named = weights.named()
+def _check_weights(model: Module, weights: TensorFile, file: Path, strict: bool, outline: bool) -> None:
+    """``CheckpointError`` if the weights in ``file`` do not fit ``model`` (law K7)."""
+    targets, named = _weights(model), weights.named()
     # A name whose memory another name fills is not missing.
     filled = {storage_key(targets[name]) for name in named.keys() & targets.keys()}
     missing = [name for name in targets if name not in named and storage_key(targets[name]) not in filled]
@@ -165,7 +263,8 @@ def _checked_weights(model: Module, file: Path, strict: bool) -> TensorFile:
         for name, target in targets.items()
         if name in named and named[name].shape != target.shape
     ]
-    lost = [f"{name}: on the meta device, it cannot hold values" for name in targets if targets[name].is_meta]
+    meta = [name for name in targets if targets[name].is_meta and not outline]
+    lost = [f"{name}: on the meta device, it cannot hold values" for name in meta]
     absent = [f"missing in the checkpoint: {name}" for name in missing]
     absent += [f"unexpected, not in the model: {name}" for name in unexpected]
     problems = mismatched + lost + (absent if strict else [])
@@ -179,7 +278,6 @@ def _checked_weights(model: Module, file: Path, strict: bool) -> TensorFile:
         logger.warning(
             "%s: %d tensors change their dtype as they are loaded, the first is %s", file, len(cast), cast[0]
         )
-    return weights
 
 
 def _orphans(model: Module, weights: TensorFile, optimizer: Optimizer | None) -> dict[str, str]:

@@ -66,7 +66,7 @@ def composed(name: str, run: RunState, args: object, parts: Parts) -> StrategyRe
         get_rank=bind(ranks.get_rank, run),
         print=bind(ranks.print_on_rank_0, run),
         barrier=parts.barrier,
-        close=parts.close,
+        close=bind(checkpointing.close, checkpointing.Closing(run, parts.close)),
         all_reduce=parts.collecting.all_reduce,
         all_gather=parts.collecting.all_gather,
         broadcast=parts.collecting.broadcast,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import cast
+from weakref import ref
 
 import torch
 from attrs import define
@@ -15,14 +17,18 @@ from lightrft.ops.seeds import derived_seed
 from lightrft.strategy.protocol import Dataset, T
 from lightrft.strategy.record import RunState
 
+logger = logging.getLogger(__name__)
 
-@define
+
+@define(eq=False)
 class EpochSampler:
     """The indices of one rank, epoch after epoch.
 
     The order over all ranks is one permutation of the seed and the epoch; rank r takes its share of each global batch,
     so that the samples of a global batch are the same whatever the world size. ``consumed`` samples of the first epoch,
     over all ranks, are skipped.
+
+    Checkpoints hold how far it is (:meth:`position`), and put it there again (:meth:`move_to`).
     """
 
     length: int
@@ -35,6 +41,17 @@ class EpochSampler:
     seed: int
     epoch: int = 0
     consumed: int = 0
+    reached: tuple[int, int] | None = None
+    """Where the running pass is: an epoch, and the samples of it that were handed out, over all ranks."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and how many of its samples were handed out: where a run that goes on begins."""
+        return (self.epoch, self.consumed) if self.reached is None else self.reached
+
+    def move_to(self, epoch: int, consumed: int) -> None:
+        """The next pass begins there."""
+        self.epoch, self.consumed, self.reached = epoch, consumed, None
 
     def global_order(self) -> list[int]:
         """All indices of this epoch that are still to come, in the order of the whole run."""
@@ -47,9 +64,13 @@ class EpochSampler:
         order = self.global_order()
         step = self.batch_size * self.world_size
         usable = len(order) - len(order) % step if self.drop_last else len(order)
-        self.epoch, self.consumed = self.epoch + 1, 0
+        epoch, before = self.epoch, self.consumed
+        self.epoch, self.consumed, self.reached = epoch + 1, 0, None
         for start in range(0, usable, step):
-            share = order[start : min(start + step, usable)]
+            end = min(start + step, usable)
+            share = order[start:end]
+            # A loader takes a batch whole: once its first sample is asked for, all of it is.
+            self.reached = (epoch, before + end) if end < usable else None
             yield from share[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
 
     def __len__(self) -> int:
@@ -83,6 +104,7 @@ def setup_dataloader(
             length, batch_size, state.world.rank, state.world.world_size, shuffle, drop_last, state.config.seed,
             epoch, consumed,
         )  # fmt: skip
+        state.samplers.append(ref(sampler))
     elif consumed_samples:
         raise ConfigError(
             "consumed_samples goes with the strategy's own sampler. Let yours skip, or pass sampler=None."
@@ -95,3 +117,33 @@ def setup_dataloader(
         drop_last=drop_last,
         pin_memory=pin_memory,
     )
+
+
+def sampler_positions(state: RunState) -> dict[str, int]:
+    """How far each loader is that is still in use, in the order in which they were made."""
+    found: dict[str, int] = {}
+    for index, sampler in enumerate(samplers_in_use(state)):
+        epoch, consumed = sampler.position
+        found |= {f"sampler{index}.length": sampler.length, f"sampler{index}.epoch": epoch}
+        found |= {f"sampler{index}.consumed": consumed}
+    return found
+
+
+def restore_sampler_positions(state: RunState, counters: Mapping[str, int]) -> None:
+    """Puts the loaders in use where those of the checkpoint were; one of another length stays where it is."""
+    for index, sampler in enumerate(samplers_in_use(state)):
+        length = counters.get(f"sampler{index}.length")
+        if length == sampler.length:
+            sampler.move_to(counters[f"sampler{index}.epoch"], counters[f"sampler{index}.consumed"])
+        elif length is not None:
+            logger.warning(
+                "data loader %d is of %d samples and the checkpoint's of %d: it begins at its first sample",
+                index, sampler.length, length,
+            )  # fmt: skip
+
+
+def samplers_in_use(state: RunState) -> list[EpochSampler]:
+    """Those of our samplers that a loader still holds."""
+    found = [(held, held()) for held in state.samplers]
+    state.samplers[:] = [held for held, sampler in found if sampler is not None]
+    return [sampler for _, sampler in found if sampler is not None]

@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from lightrft.ops.accumulation import trained_model
 from lightrft.ops.averaging import average_tensors
 from lightrft.ops.models import unwrap_model
 from lightrft.ops.whole_state import (
+    Outline,
+    Sources,
     optimizer_of,
+    outline_sharded,
     put_buffers,
     put_hyperparameters,
     put_sharded,
     skeleton,
-    take_sharded,
 )
-from lightrft.strategy.record import RunState
+from lightrft.strategy.record import RunState, bind
 
 if TYPE_CHECKING:
     import deepspeed
@@ -128,6 +131,13 @@ def average_into(average: Tensor, parameter: Tensor, weight: float) -> None:
 # ---------------------------------------------------------------------------------------------------------- whole state
 
 
+def form_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """The shape of the whole, and the dtype of the parameter that is trained: fp32, beside that of forward."""
+    shape = torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+    has_master = is_partitioned(tensor) or hasattr(tensor, "_hp_mapping")
+    return shape, torch.float32 if has_master and tensor.requires_grad else tensor.dtype
+
+
 def gather(parameter: Tensor) -> Tensor:
     """A parameter or buffer, whole: the fp32 one, where there is one beside that of forward."""
     import deepspeed
@@ -141,34 +151,52 @@ def gather(parameter: Tensor) -> Tensor:
         return parameter.detach().clone()
 
 
-def take_state(
-    state: RunState, model: Module, optimizer: Optimizer | None, keep: bool = True
-) -> tuple[Module, Optimizer | None]:
-    """Gathers partition by partition."""
-    import deepspeed
+def engine_in(state: RunState, model: Module) -> deepspeed.DeepSpeedEngine | None:
+    """The engine that drives a model, if one does."""
+    engine = state.engines.get(unwrap_model(model))
+    return engine if engine is not None and is_engine(engine) else None
 
-    plain = unwrap_model(model)
-    engine = state.engines.get(plain)
-    zero = zero_of(engine) if engine is not None and is_engine(engine) else None
-    if zero is None:
-        return take_sharded(state, plain, optimizer, keep)
-    made = skeleton(plain, gather, keep)
-    if optimizer is None:
-        return made, None
+
+def zero_in(state: RunState, model: Module) -> deepspeed.ZeroOptimizer | None:
+    """The optimizer of stages 1 to 3 that holds a model's state, if one does."""
+    engine = engine_in(state, model)
+    held = None if engine is None else zero_of(engine)
+    return held if hasattr(held, "override_loss_scale") else None
+
+
+def outline_state(state: RunState, model: Module, optimizer: Optimizer | None) -> Outline:
+    """Partitions are gathered parameter by parameter as they are read."""
+    plain, zero = unwrap_model(model), zero_in(state, model)
+    if zero is None and not any(map(is_partitioned, plain.parameters())):
+        return outline_sharded(state, plain, optimizer)
+    sources = Sources()
+    made = skeleton(plain, sources, form_of, gather)
+    parameters = dict(made.named_parameters())
+    if optimizer is None or zero is None:
+        return Outline(made, None, sources.read, parameters)
     groups = trained_model(state, model).group_names
-    entries: dict[str, dict[str, object]] = {}
     first = next(iter(optimizer.state.values()), None)
+    entries: dict[str, dict[str, object]] = {}
     if first:
         relink(zero)
-    for name in (name for names in groups for name in names) if first else ():
-        parameter = plain.get_parameter(name)
-        entry: dict[str, object] = {}
-        for key, value in (first or {}).items():
-            if is_of_elements(value):
-                value = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-            entry[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-        entries[name] = entry if keep else {}
-    return made, optimizer_of(made, optimizer, groups, entries)
+        for name in (name for group in groups for name in group):
+            parameter = plain.get_parameter(name)
+            entries[name] = {
+                key: sources.placeholder(form_of(parameter)[0], value.dtype, bind(moment, (parameter, key)))
+                if isinstance(value, Tensor) and is_of_elements(value)
+                else copy.deepcopy(value)
+                for key, value in first.items()
+            }
+    return Outline(made, optimizer_of(parameters, optimizer, groups, entries), sources.read, parameters)
+
+
+def moment(given: tuple[Parameter, str]) -> Tensor:
+    """A parameter's entry of the optimizer's state, whole."""
+    import deepspeed
+
+    value = deepspeed.utils.safe_get_full_optimizer_state(*given)
+    assert value is not None
+    return value
 
 
 def is_of_elements(value: object) -> bool:
@@ -177,36 +205,34 @@ def is_of_elements(value: object) -> bool:
 
 
 def put_state(
-    state: RunState,
-    model: Module,
-    optimizer: Optimizer | None,
-    whole_model: Module,
-    whole_optimizer: Optimizer | None,
+    state: RunState, model: Module, optimizer: Optimizer | None, outline: Outline, with_optimizer: bool
 ) -> None:
     """Each rank takes its partitions of what all have."""
     import deepspeed
 
-    plain = unwrap_model(model)
-    engine = state.engines.get(plain)
-    zero = zero_of(engine) if engine is not None and is_engine(engine) else None
-    if zero is None:
-        put_sharded(state, plain, optimizer, whole_model, whole_optimizer)
+    plain, zero, loaded = unwrap_model(model), zero_in(state, model), outline.optimizer
+    if zero is None and not any(map(is_partitioned, plain.parameters())):
+        put_sharded(state, plain, optimizer, outline, with_optimizer)
         return
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            value = whole_model.get_parameter(name).to(state.device)
-            deepspeed.utils.safe_set_full_fp32_param(parameter, value.float())
+            value = outline.model.get_parameter(name).detach()
+            if value.is_meta:
+                continue
+            value = value.to(state.device)
+            if zero is not None:
+                put_elements(state, parameter, value.float())
             if is_partitioned(parameter):
                 with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                     parameter.copy_(value)
             else:
                 parameter.copy_(value)
-        put_buffers(plain, whole_model)
-        if optimizer is None or whole_optimizer is None:
+        put_buffers(plain, outline)
+        if optimizer is None or loaded is None or zero is None or not with_optimizer:
             return
-        put_hyperparameters(optimizer, whole_optimizer)
+        put_hyperparameters(optimizer, loaded)
         optimizer.state.clear()
-        first = next(iter(whole_optimizer.state.values()), None)
+        first = next(iter(loaded.state.values()), None)
         if not first:
             return
         for partition in partitions_of(zero):
@@ -216,10 +242,31 @@ def put_state(
             }
         relink(zero)
         for name, parameter in plain.named_parameters():
-            entry = whole_optimizer.state.get(whole_model.get_parameter(name)) or {}
-            for key, value in entry.items():
+            for key, value in (loaded.state.get(outline.parameters[name]) or {}).items():
                 if isinstance(value, Tensor) and is_of_elements(value):
-                    deepspeed.utils.safe_set_full_optimizer_state(parameter, value.to(state.device), key)
+                    put_elements(state, parameter, value.to(state.device), key)
+
+
+def put_elements(state: RunState, parameter: Tensor, value: Tensor, key: str | None = None) -> None:
+    """A value for each element of a parameter: in fp32, or with ``key`` an entry of the optimizer's state.
+
+    At stage 3 this rank's piece, the last one padded: DeepSpeed's functions for the whole fail with a padded one.
+    """
+    from deepspeed import utils
+
+    if not is_partitioned(parameter):
+        if key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+    elif parameter.requires_grad:
+        length = -(-value.numel() // state.world.world_size)
+        padded = pad(value.reshape(-1), (0, length * state.world.world_size - value.numel()))
+        piece = padded.narrow(0, length * state.world.rank, length)
+        if key is None:
+            utils.safe_set_local_fp32_param(parameter, piece)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, piece, key)
 
 
 def partitions_of(zero: deepspeed.ZeroOptimizer) -> list[Parameter]:

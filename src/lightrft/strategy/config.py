@@ -65,6 +65,9 @@ class StrategyConfig:
     """Ranks that disagree about the next operation raise and say so, instead of hanging; slower. Also on where the
     environment has LIGHTRFT_CHECK_RANKS=1."""
 
+    async_save: bool = field(default=False, metadata=about("training", "every backend"))
+    """Checkpoints are copied to the CPU and written while training goes on."""
+
     backend: str | None = field(default=None, metadata=about("backend", "every backend"))
     """fake, local, fsdp, deepspeed or an installed backend's name; none: fsdp or deepspeed, as the flag fsdp says."""
     fsdp: bool = field(default=False, metadata=about("backend", "every backend"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,13 +15,18 @@ from lightrft.strategy import protocol
 from lightrft.strategy.config import StrategyConfig, accumulated_gradient
 
 if TYPE_CHECKING:
+    from threading import Thread
+    from weakref import ReferenceType
+
     import torch
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from lightrft.engines.protocol import Engine
+    from lightrft.ops.data import EpochSampler
     from lightrft.ops.world import World
 
 S = TypeVar("S")
@@ -101,6 +107,15 @@ class Peer:
     pid: int
 
 
+@frozen(eq=False)
+class PendingSave:
+    """A checkpoint that a thread is writing."""
+
+    thread: Thread
+    failures: list[Exception]
+    where: str
+
+
 @define(eq=False)
 class RunState:
     """Everything that changes while a strategy runs: made by ``build``, first parameter of each function that changes it."""
@@ -118,6 +133,8 @@ class RunState:
     """In each optimizer whose window is open, where gradients are not its parameters' own."""
     offloaded: WeakSet[Module] = field(factory=WeakSet)
     engine: EngineState = field(factory=EngineState)
+    samplers: list[ReferenceType[EpochSampler]] = field(factory=list)
+    """Of the data loaders, as long as they are in use: checkpoints hold how far they are."""
     models_initialised: int = 0
     models_filled: int = 0
     """Those that were made without memory and have got it since."""
@@ -125,6 +142,11 @@ class RunState:
     owns_process_group: bool = False
     mesh: DeviceMesh | None = None
     """How the ranks share a model: one dimension, or replicate x shard."""
+    pending_save: PendingSave | None = None
+    save_buffers: list[Tensor] = field(factory=list)
+    """What a save in the background copies into, kept for the next one."""
+    save_dirs: dict[Path, int] = field(factory=dict)
+    """The directories that this run saves into, and for each the open file whose lock keeps other runs out."""
     peers: Sequence[Peer] = ()
     """Where each rank runs, to say which one is gone."""
 
@@ -218,6 +240,7 @@ __all__ = [
     "Bound",
     "EngineState",
     "Peer",
+    "PendingSave",
     "RunState",
     "StrategyRecord",
     "TrainedModel",
