@@ -111,7 +111,8 @@ def loaders_go_on(make: Make, taken: int, shuffle: bool, drop_last: bool) -> Non
 
     def begin() -> tuple[Strategy, nn.Module, Iterable[list[int]]]:
         strategy = make(train_batch_size=make().world_size, seed=5)
-        samples = list(range(10 * strategy.world_size + 1))
+        # Without drop_last the last batches of an epoch may be rank 0's alone: here all ranks have as many.
+        samples = list(range(10 * strategy.world_size + 1 if drop_last else 12 * strategy.world_size))
         loader = strategy.setup_dataloader(samples, 3, shuffle=shuffle, drop_last=drop_last, collate_fn=list)
         return strategy, strategy.prepare(mlp()), cast("Iterable[list[int]]", loader)
 
