@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from benchmarks.figures import Figure, paired_ratio, seconds
 from lightrft import Strategy, StrategyConfig
 from lightrft.backends.local import build
+from lightrft.checkpoints.manifest import flush
 
 SAVE_TARGET = 1.15
 LOAD_TARGET = 1.0
@@ -134,15 +135,6 @@ def read_by_torch(directory: Path) -> dict[str, Any]:
     """What torch saved, in memory: ``load`` puts it in place."""
     content: dict[str, Any] = torch.load(directory / "state.pt", weights_only=True, mmap=False)
     return content
-
-
-def flush(path: Path) -> None:
-    """Waits until it is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def same(mine: Trainee, theirs: Trainee) -> bool:

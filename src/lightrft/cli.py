@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from attrs import evolve, frozen
-from tyro.conf import Positional
 
 from lightrft.errors import USER_ERRORS, CheckpointError, ConfigError
 
@@ -69,7 +68,7 @@ def parse(cls: type[T], words: Sequence[str], prog: str, default: T | None = Non
     """The options; a word that cannot be used exits with code 2."""
     from lightrft.strategy.flags import parse_flags
 
-    return parse_flags(cls, words, default=default, prog=prog, prefixes=False)
+    return parse_flags(cls, words, default=default, prog=prog, prefixes=False, positional=True)
 
 
 def demo(words: Sequence[str]) -> int:
@@ -182,7 +181,7 @@ LEFT_BEHIND: Mapping[str, str] = MappingProxyType(
 class CheckpointsOptions:
     """Show the checkpoints in a directory: which are whole, which are damaged and why. Exit code 1 if one is damaged."""
 
-    directory: Positional[Path]
+    directory: Path
     """A directory of checkpoints, or of a run of `lightrft train`."""
     verify: bool = False
     """Read every file and compare checksums; without it only sizes are compared."""
@@ -298,10 +297,10 @@ def size_text(size: int) -> str:
 class ExportOptions:
     """Turn a checkpoint into a Hugging Face directory, without a GPU."""
 
-    checkpoint: Positional[Path]
+    checkpoint: Path
     """A checkpoint's directory, one that holds several (its latest is taken), that of a run of `lightrft train`, or
     one that DeepSpeed itself saved."""
-    out: Positional[Path]
+    out: Path
     """Where the model goes."""
     model: str | None = None
     """Where architecture and tokenizer come from: tiny, smollm2, or a Hugging Face directory or name; of a run, its own

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from checkpoints.native_bodies import Tied, loaded_and_saved, save_natively
 from lightrft.backends import deepspeed, fsdp, local
 from lightrft.checkpoints.client_state import read_mapping
-from lightrft.checkpoints.deepspeed_native import find_native, fp32_weights, looks_native, optimizer_moments, updates
+from lightrft.checkpoints.deepspeed_native import find_native, fp32_weights, optimizer_moments, updates
 from lightrft.checkpoints.tensors import read_tensors
 from lightrft.conformance.pool import RankPool, rank_pool
 from lightrft.errors import CheckpointError
@@ -138,8 +138,8 @@ def test_K9_FC31_a_tag_cannot_lead_out_of_the_directory(tmp_path: Path, tag: str
     write_native(tmp_path / "evil", tag="x")
     write_native(tmp_path / "run")
     (tmp_path / "run" / "latest").write_text(tag)
-    assert not looks_native(tmp_path / "run")
-    assert not looks_native(tmp_path / "run", tag)
+    assert find_native(tmp_path / "run") is None
+    assert find_native(tmp_path / "run", tag) is None
     with pytest.raises(CheckpointError, match="the tag"):
         fp32_weights(tmp_path / "run")
 
@@ -165,13 +165,13 @@ def test_K9_other_parallelism_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_deepspeed_directory_does_not_look_like_one(tmp_path: Path) -> None:
-    assert not looks_native(tmp_path)
-    assert not looks_native(tmp_path / "missing")
+    assert find_native(tmp_path) is None
+    assert find_native(tmp_path / "missing") is None
     write_native(tmp_path)
-    assert looks_native(tmp_path)
-    assert not looks_native(tmp_path, "other")
+    assert find_native(tmp_path) is not None
+    assert find_native(tmp_path, "other") is None
     (tmp_path / "global_step7" / "manifest.json").write_text("{}")
-    assert not looks_native(tmp_path)
+    assert find_native(tmp_path) is None
 
 
 # ------------------------------------------------------------------------------------------------ into a running model

@@ -17,8 +17,8 @@ from lightrft import cli
 from lightrft.checkpoints.deepspeed_native import fp32_weights
 from lightrft.checkpoints.export import Exported, Tokenizer, export_checkpoint, skeleton
 from lightrft.checkpoints.layout import write_checkpoint
-from lightrft.checkpoints.state import save_state
 from lightrft.errors import CheckpointError
+from support import save_state
 
 IDS = torch.arange(10)[None]
 

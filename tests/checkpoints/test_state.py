@@ -19,8 +19,9 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrft.checkpoints.layout import find_checkpoint, write_checkpoint
-from lightrft.checkpoints.state import LoadedState, load_state, save_state
+from lightrft.checkpoints.state import LoadedState, load_state
 from lightrft.errors import CheckpointError
+from support import save_state
 
 Trained = tuple[nn.Module, Optimizer, LRScheduler]
 
@@ -164,7 +165,8 @@ def test_K2_resumed_in_a_new_process_equals_uninterrupted(tmp_path: Path) -> Non
     save(tmp_path / "half", half)
     words = [sys.executable, "-c", RESUMES, __file__, str(tmp_path / "half"), str(tmp_path / "end")]
     # Bitwise at the same number of threads: another number sums in another order.
-    subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+    surroundings = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(words, check=True, env=os.environ | surroundings)
     end = make(3)
     load(tmp_path / "end", end)
     assert differences(whole, end) == []

@@ -103,11 +103,6 @@ def find_native(directory: str | Path, tag: str | None = None) -> Path | None:
         return None
 
 
-def looks_native(directory: str | Path, tag: str | None = None) -> bool:
-    """Whether :func:`find_native` finds one."""
-    return find_native(directory, tag) is not None
-
-
 def fp32_weights(directory: str | Path, tag: str | None = None) -> dict[str, Tensor]:
     """The whole weights by name, on the CPU: parameters, frozen ones and buffers, floating-point ones as float32.
 
@@ -243,16 +238,13 @@ def _tag_directory(directory: Path, tag: str | None) -> Path:
     return source
 
 
-def _in_rank_order(files: Sequence[Path]) -> list[Path]:
-    return sorted(files, key=lambda file: int(_pp_rank(file)))
-
-
-def _pp_rank(file: Path) -> str:
+def _pp_rank(file: Path) -> int:
     found = re.search(r"pp_rank_(\d+)_", file.name)
-    return found.group(1) if found else "0"
+    return int(found.group(1)) if found else 0
 
 
 def _files(source: Path, pattern: str) -> list[Path]:
+    """In rank order."""
     files = list(source.glob(pattern))
     foreign = [
         file.name for file in files if not re.fullmatch(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_00_.*", file.name)
@@ -263,7 +255,7 @@ def _files(source: Path, pattern: str) -> list[Path]:
             f"{source} was written with tensor, pipeline or expert parallelism ({sorted(foreign)[0]}), which is not read "
             "here. Convert it with DeepSpeed's ds_to_universal.py."
         )
-    return _in_rank_order(files)
+    return sorted(files, key=_pp_rank)
 
 
 def _names(source: Path) -> list[Names]:

@@ -16,7 +16,7 @@ from attrs import frozen
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightrft.checkpoints.deepspeed_native import fp32_weights, looks_native
+from lightrft.checkpoints.deepspeed_native import find_native, fp32_weights
 from lightrft.checkpoints.layout import find_checkpoint
 from lightrft.checkpoints.manifest import MANIFEST
 from lightrft.checkpoints.state import MODEL
@@ -114,7 +114,7 @@ def _weights(checkpoint: Path) -> tuple[Path, dict[str, Tensor]]:
     """The checkpoint's directory, verified, and its weights under all their names; tied ones are one tensor."""
     if (checkpoint / MANIFEST).exists():
         path = find_checkpoint(checkpoint.resolve().parent, checkpoint.resolve().name)
-    elif looks_native(checkpoint):
+    elif find_native(checkpoint) is not None:
         return checkpoint, fp32_weights(checkpoint)
     else:
         inner = checkpoint / "checkpoints"

@@ -66,7 +66,8 @@ __all__ = [
 ]
 
 GIGABYTE = 10**9
-_IN_PROGRESS, _REPLACED = ".tmp-", ".old-"
+UNFINISHED = _IN_PROGRESS, _REPLACED = ".tmp-", ".old-"
+"""How the names of hidden directories begin: a save's own, and that of what it is about to replace."""
 _LOCK = ".lock"
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -143,8 +143,11 @@ def read_manifest(path: str | Path) -> Manifest:
     return manifest
 
 
-def damage(path: Path, *, verify: bool = True) -> tuple[str, ...]:
-    """What is wrong with the checkpoint at ``path``: nothing, if it is whole."""
+def damage(path: Path, *, verify: bool = True, advance: Callable[[int], None] = lambda size: None) -> tuple[str, ...]:
+    """What is wrong with the checkpoint at ``path``: nothing, if it is whole. ``verify``: every byte is read.
+
+    ``advance`` is told the size of each file once it was looked at.
+    """
     if not path.is_dir():
         return (f"{path} does not exist",)
     try:
@@ -152,25 +155,24 @@ def damage(path: Path, *, verify: bool = True) -> tuple[str, ...]:
     except CheckpointError as error:
         return (str(error),)
     problems: list[str] = []
-    right_size: list[tuple[Path, FileEntry]] = []
     for name, entry in files.items():
-        file = path / name
-        try:
-            if file.is_symlink() or not file.is_file():
-                problems.append(f"{file} is missing")
-            elif (size := file.stat().st_size) != entry.size:
-                problems.append(f"{file} has {size} bytes, not {entry.size}")
-            else:
-                right_size.append((file, entry))
-        except OSError as error:
-            problems.append(f"{file} cannot be read: {error}")
-    if verify:
-        for (file, _), match in zip(right_size, checksums_match(right_size), strict=True):
-            if isinstance(match, OSError):
-                problems.append(f"{file} cannot be read: {match}")
-            elif not match:
-                problems.append(f"{file} is damaged: its checksum does not match")
+        problems += _damage_of_file(path / name, entry, verify)
+        advance(entry.size)
     return tuple(problems)
+
+
+def _damage_of_file(file: Path, entry: FileEntry, verify: bool) -> list[str]:
+    try:
+        if file.is_symlink() or not file.is_file():
+            return [f"{file} is missing"]
+        if (size := file.stat().st_size) != entry.size:
+            return [f"{file} has {size} bytes, not {entry.size}"]
+    except OSError as error:
+        return [f"{file} cannot be read: {error}"]
+    match = checksums_match([(file, entry)])[0] if verify else True
+    if isinstance(match, OSError):
+        return [f"{file} cannot be read: {match}"]
+    return [] if match else [f"{file} is damaged: its checksum does not match"]
 
 
 def _check_manifest(file: Path, manifest: Manifest) -> None:

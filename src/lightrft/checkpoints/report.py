@@ -10,13 +10,10 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
-from lightrft.checkpoints.checksums import checksums_match
-from lightrft.checkpoints.layout import keep_others_out, let_others_in, list_checkpoints
+from lightrft.checkpoints.layout import UNFINISHED, keep_others_out, let_others_in, list_checkpoints
 from lightrft.checkpoints.layout import remove as remove_checkpoint
-from lightrft.checkpoints.manifest import FORMAT, LATEST, MANIFEST, FileEntry, Manifest, damage, read_manifest
+from lightrft.checkpoints.manifest import FORMAT, LATEST, MANIFEST, Manifest, damage, read_manifest
 from lightrft.errors import CheckpointError
-
-_UNFINISHED = (".tmp-", ".old-")
 
 
 @frozen
@@ -69,23 +66,21 @@ def examine(
 ) -> Report:
     """Looks at every checkpoint: sizes only, or with ``verify`` every byte.
 
-    ``advance`` is told how many bytes were read. Raises ``CheckpointError`` if there is no checkpoint at all.
+    ``advance`` is told how many bytes were looked at. Raises ``CheckpointError`` if there is no checkpoint at all.
     """
     root = checkpoints_in(directory)
     known = {found.path: found for found in list_checkpoints(root)}
     rest = [path for path in sorted(root.iterdir()) if path not in known and path.name != LATEST]
     latest = _latest(root)
-    places = [*known, *(path for path in rest if _is_ours(path) and not path.name.startswith(_UNFINISHED))]
+    places = [*known, *(path for path in rest if _is_ours(path) and not path.name.startswith(UNFINISHED))]
     entries = []
     for path in places:
         found = known.get(path)
         manifest = _readable(path) if found is None else found.manifest
-        problems = damage(path, verify=False)
-        if verify and manifest is not None:
-            problems += _wrong_checksums(path, manifest, advance)
+        problems = damage(path, verify=verify, advance=advance)
         name = path.name if found is None else found.manifest.tag
         entries.append(Entry(path, manifest, problems, name == latest, found is None and manifest is not None))
-    unfinished = tuple(path.name for path in rest if path not in places and path.name.startswith(_UNFINISHED))
+    unfinished = tuple(path.name for path in rest if path not in places and path.name.startswith(UNFINISHED))
     foreign = tuple(path.name for path in rest if path not in places and not path.name.startswith("."))
     if not entries and not unfinished:
         holds = f"It holds: {', '.join(foreign[:10])}." if foreign else "It is empty."
@@ -139,28 +134,6 @@ def no_run_saves_into(directory: str | Path) -> Iterator[None]:
         yield
     finally:
         let_others_in(held)
-
-
-def _wrong_checksums(path: Path, manifest: Manifest, advance: Callable[[int], None]) -> tuple[str, ...]:
-    """The files whose content is not what was saved, of those that have its size."""
-    problems = []
-    for name, entry in manifest.files.items():
-        file = path / name
-        if _has_its_size(file, entry):
-            (match,) = checksums_match([(file, entry)])
-            if isinstance(match, OSError):
-                problems.append(f"{file} cannot be read: {match}")
-            elif not match:
-                problems.append(f"{file} is damaged: its checksum does not match")
-        advance(entry.size)
-    return tuple(problems)
-
-
-def _has_its_size(file: Path, entry: FileEntry) -> bool:
-    try:
-        return not file.is_symlink() and file.is_file() and file.stat().st_size == entry.size
-    except OSError:
-        return False
 
 
 def _is_ours(path: Path) -> bool:

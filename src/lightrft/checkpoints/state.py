@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lightrft.checkpoints.checksums import FileEntry
 from lightrft.checkpoints.client_state import Json, encode, read_mapping, write_value
-from lightrft.checkpoints.deepspeed_native import fp32_weights, optimizer_moments, updates
+from lightrft.checkpoints.deepspeed_native import find_native, fp32_weights, optimizer_moments, updates
 from lightrft.checkpoints.optimizer_state import (
     apply_optimizer,
     checked_moments,
@@ -124,22 +124,6 @@ def write_state(directory: Path | None, state: EncodedState, read: Read = as_it_
     return {name: entry for name, entry in entries.items() if entry is not None}
 
 
-def save_state(
-    directory: Path,
-    *,
-    model: Module,
-    optimizer: Optimizer | None = None,
-    scheduler: LRScheduler | None = None,
-    counters: Mapping[str, int] | None = None,
-    client_state: Mapping[str, object] | None = None,
-) -> None:
-    """Both at once: nothing is written before all of it is known to be storable."""
-    state = encoded_state(
-        model=model, optimizer=optimizer, scheduler=scheduler, counters=counters, client_state=client_state
-    )
-    write_state(directory, state)
-
-
 def _encoded(value: object, name: str) -> tuple[Json, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     return encode(value, name, tensors), tensors
@@ -158,8 +142,8 @@ def load_state(
     rank: int = 0,
     outline: bool = False,
 ) -> LoadedState:
-    """Brings back what :func:`save_state` wrote: bitwise where dtypes are the same, in place, so that parameters keep
-    their identity.
+    """Brings back what :func:`write_state` wrote: bitwise where dtypes are the same, in place, so that parameters keep
+    their identity. Of a directory that DeepSpeed itself wrote: weights, and the optimizer's moments.
 
     ``outline``: the model's tensors hold no values. They are replaced by what the file has, in the file's memory; those
     that it lacks stay as they are.
@@ -169,6 +153,9 @@ def load_state(
 
     Raises ``CheckpointError`` before anything is changed.
     """
+    if find_native(directory) is not None:
+        moved = optimizer if load_optimizer and not module_only else None
+        return _load_native(directory, model, moved, strict=strict, outline=outline)
     weights = read_tensors(directory / MODEL)
     _check_weights(model, weights, directory / MODEL, strict, outline)
     loaded = LoadedState(read_mapping(directory / f"{CLIENT_STATE}.json"), _counters(directory / f"{COUNTERS}.json"))
@@ -196,26 +183,16 @@ def load_state(
     return loaded
 
 
-def load_native(
-    directory: Path,
-    *,
-    model: Module,
-    optimizer: Optimizer | None = None,
-    scheduler: LRScheduler | None = None,
-    strict: bool = True,
-    load_optimizer: bool = True,
-    load_scheduler: bool = True,
-    module_only: bool = False,
-    rank: int = 0,
-    outline: bool = False,
+def _load_native(
+    directory: Path, model: Module, optimizer: Optimizer | None, *, strict: bool, outline: bool
 ) -> LoadedState:
-    """The same of a directory that DeepSpeed itself wrote: weights, and where they are kept the optimizer's moments.
+    """Weights, and with an ``optimizer`` its moments where they are kept. All else goes on as it is: the log says so.
 
-    All else goes on as it is: the log says so. For a while the whole is in the memory of this process.
+    For a while the whole is in the memory of this process.
     """
     weights, moments = TensorFile(fp32_weights(directory)), None
     _check_weights(model, weights, directory, strict, outline)
-    if optimizer is not None and load_optimizer and not module_only:
+    if optimizer is not None:
         moments = checked_moments(model, optimizer, directory, optimizer_moments(directory))
     counters = {"updates": updates(directory)}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from lightrft.checkpoints.checksums import FileEntry
 from lightrft.checkpoints.deepspeed_native import find_native
 from lightrft.checkpoints.layout import checked_tag, find_checkpoint, keep_others_out, let_others_in, write_checkpoint
 from lightrft.checkpoints.reading import Read
-from lightrft.checkpoints.state import EncodedState, encoded_state, load_native, load_state, random_state, write_state
+from lightrft.checkpoints.state import EncodedState, encoded_state, load_state, random_state, write_state
 from lightrft.errors import CheckpointError, RankError, listed
 from lightrft.ops.accumulation import refuse_unknown, trained_model, window_of
 from lightrft.ops.data import restore_sampler_positions, sampler_positions
@@ -75,7 +75,7 @@ def save_ckpt(
             )
     settle(run)
     with together(run, f"save_ckpt to {save_dir}"):
-        checked_tag(f"step{updates}" if tag is None else tag)
+        tag = checked_tag(f"step{updates}" if tag is None else tag)
         if run.world.rank == 0:
             keep_others_out(save_dir, run.save_dirs)
     outline = saving.whole_state.outline(run, model, optimizer)
@@ -88,16 +88,20 @@ def save_ckpt(
         random_states=gathered(run, random_state()),
         placeholders=not outline.holds_values,
     )
-    commit = Commit(
-        save_dir=save_dir,
-        tag=f"step{updates}" if tag is None else tag,
-        backend=saving.backend,
-        world_size=run.world.world_size,
-        step=updates,
-        max_num=max_num,
-        max_mem=max_mem,
-        save_latest=save_latest,
-    )
+
+    def commit(write: Callable[[Path], Mapping[str, FileEntry]]) -> None:
+        write_checkpoint(
+            save_dir,
+            tag,
+            write,
+            backend=saving.backend,
+            world_size=run.world.world_size,
+            step=updates,
+            max_num=max_num,
+            max_mem=max_mem,
+            save_latest=save_latest,
+        )
+
     if run.config.async_save:
         save_in_background(run, commit, state, outline.read)
     else:
@@ -105,33 +109,10 @@ def save_ckpt(
             save_now(run, commit, state, outline.read)
 
 
-@frozen(kw_only=True)
-class Commit:
-    """Where a checkpoint goes and what is kept beside it."""
+class Commit(Protocol):
+    """Commits what ``write`` puts into the directory that it is given; it returns the entries of files that it knows."""
 
-    save_dir: str | Path
-    tag: str
-    backend: str
-    world_size: int
-    step: int
-    max_num: int
-    max_mem: float
-    save_latest: bool
-
-
-def commit_checkpoint(commit: Commit, write: Callable[[Path], Mapping[str, FileEntry]]) -> None:
-    """Commits what ``write`` writes; it returns the entries of files that it knows."""
-    write_checkpoint(
-        commit.save_dir,
-        commit.tag,
-        write,
-        backend=commit.backend,
-        world_size=commit.world_size,
-        step=commit.step,
-        max_num=commit.max_num,
-        max_mem=commit.max_mem,
-        save_latest=commit.save_latest,
-    )
+    def __call__(self, write: Callable[[Path], Mapping[str, FileEntry]], /) -> None: ...
 
 
 def save_now(run: RunState, commit: Commit, state: EncodedState, read: Read) -> None:
@@ -141,7 +122,7 @@ def save_now(run: RunState, commit: Commit, state: EncodedState, read: Read) -> 
         return
     counted = Counted(read)
     try:
-        commit_checkpoint(commit, lambda directory: write_state(directory, state, counted))
+        commit(lambda directory: write_state(directory, state, counted))
     except RankError:
         raise
     except Exception:
@@ -220,12 +201,12 @@ def save_in_background(run: RunState, commit: Commit, state: EncodedState, read:
 
     def write() -> None:
         try:
-            commit_checkpoint(commit, lambda directory: write_state(directory, state, snapshot.taken))
+            commit(lambda directory: write_state(directory, state, snapshot.taken))
         except Exception as error:
             failures.append(error)
 
-    thread = Thread(target=write, name=f"save {commit.tag}")  # no daemon: the process ends when it is written
-    run.pending_save = PendingSave(thread, failures, str(commit.save_dir))
+    thread = Thread(target=write, name="checkpoint save")  # no daemon: the process ends when it is written
+    run.pending_save = PendingSave(thread, failures)
     thread.start()
 
 
@@ -282,10 +263,8 @@ def load_ckpt(
     settle(run)
     outline = saving.whole_state.outline(run, model, optimizer)
     with together(run, f"load_ckpt from {load_dir}"):
-        native = find_native(load_dir, tag)
-        path = find_checkpoint(load_dir, tag) if native is None else native
-        load = load_state if native is None else load_native
-        loaded = load(
+        path = find_native(load_dir, tag) or find_checkpoint(load_dir, tag)
+        loaded = load_state(
             path,
             model=outline.model,
             optimizer=outline.optimizer,

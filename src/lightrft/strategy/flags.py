@@ -177,17 +177,23 @@ def parse_flags(
     prog: str | None = None,
     description: str | None = None,
     prefixes: bool = True,
+    positional: bool = False,
 ) -> T:
     """An attrs class from a command line, by tyro: a flag for each field, help from its docstring.
 
     ``args``: the words of the command line, None for the process's own. ``default``: what the flags override, say the
-    content of a file. ``prefixes`` False: ``--seed`` for a nested class's field, in place of ``--strategy.seed``. A word
-    that cannot be used ends the program with exit code 2 and a message that names it.
+    content of a file. ``prefixes`` False: ``--seed`` for a nested class's field, in place of ``--strategy.seed``.
+    ``positional``: fields without a default are words without a flag. A word that cannot be used ends the program with
+    exit code 2 and a message that names it.
     """
     import tyro
 
     # what cannot be written on a command line (extra_args) makes no flag
-    config = (tyro.conf.SuppressFixed,) if prefixes else (tyro.conf.SuppressFixed, tyro.conf.OmitArgPrefixes)
+    config = (
+        tyro.conf.SuppressFixed,
+        *(() if prefixes else (tyro.conf.OmitArgPrefixes,)),
+        *((tyro.conf.PositionalRequiredArgs,) if positional else ()),
+    )
     if default is None:
         return tyro.cli(cls, args=args, prog=prog, description=description, config=config)
     return tyro.cli(cls, args=args, default=default, prog=prog, description=description, config=config)

@@ -113,7 +113,6 @@ class PendingSave:
 
     thread: Thread
     failures: list[Exception]
-    where: str
 
 
 @define(eq=False)
