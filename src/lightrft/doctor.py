@@ -43,8 +43,12 @@ RUNS = {
 }
 """Backends, and what they run on."""
 
-DRIVEN = ("hf", "scripted")
-"""Engines that this version drives."""
+DRIVEN = {
+    "hf": "shares the trainer's weights",
+    "vllm": "in the trainer's process; tested on the CPU, also shared by 2 ranks; on CUDA, where alone it sleeps, not run yet",
+    "sglang": "a process of its own for each rank; tested on the CPU, where it heeds no seed; on CUDA not run yet",
+}
+"""What there is to know of each."""
 
 
 def installed(package: str) -> str | None:
@@ -53,6 +57,11 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def of_library(library: str) -> str | None:
+    """The version of an engine's library; vLLM for the CPU is distributed under another name."""
+    return installed(library) or installed(f"{library}-cpu")
 
 
 def machine() -> list[Finding]:
@@ -90,27 +99,15 @@ def backends() -> list[Finding]:
 
 
 def engines() -> list[Finding]:
-    """Engines, by whether their library is here and whether this version drives it."""
+    """Engines, by whether their library is here."""
     findings = [Finding("engine", "scripted", True, "deterministic, for tests")]
     for name, (library, extra) in ENGINES.items():
         if find_spec(library) is None:
             findings.append(
                 Finding("engine", name, False, f"{library} is not installed", f"pip install 'lightrft[{extra}]'")
             )
-        elif name not in DRIVEN:
-            findings.append(
-                Finding(
-                    "engine",
-                    name,
-                    False,
-                    f"{library} is installed, not driven by this version",
-                    "not yet: use --engine-type hf",
-                )
-            )
         else:
-            findings.append(
-                Finding("engine", name, True, f"{library} {installed(library)}, shares the trainer's weights")
-            )
+            findings.append(Finding("engine", name, True, f"{library} {of_library(library)}, {DRIVEN[name]}"))
     return findings
 
 

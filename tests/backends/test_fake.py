@@ -60,7 +60,7 @@ def test_F2_with_an_engine_it_generates_sleeps_and_updates() -> None:
     completions = strategy.gather_and_generate({"max_new_tokens": 3, "n": 2}, all_prompt_token_ids=[[1, 2], [3]])
     assert [c.prompt_token_ids for c in completions] == [(1, 2), (1, 2), (3,), (3,)]
     strategy.update_engine_weights(nn.Linear(2, 2))
-    assert engine.operations[:3] == ["generate", "sleep", "wake_up"]
-    assert "update_weights" in engine.operations[3:]
+    assert engine.operations[:3] == ["generate", "sleep", "wake_weights"]
+    assert engine.operations[3:] == ["update_weights", "wake_up", "flush_cache"]
     with pytest.raises(ValueError, match=r"[Ee]xactly one"):
         strategy.engine_generate_local({"max_new_tokens": 3})

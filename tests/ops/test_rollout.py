@@ -23,13 +23,15 @@ from lightrft.ops.collectives import ALONE
 from lightrft.ops.models import named_weights
 from lightrft.ops.rollout import (
     as_requests,
-    as_sampling,
     close_engine,
     generate_local,
+    packed_ids,
     sleep_engine,
     sync_weights,
+    unpacked_ids,
     wake_engine,
 )
+from lightrft.ops.sampling import SAMPLING_FIELDS, as_sampling
 from lightrft.ops.world import World
 from lightrft.strategy.record import EngineState, RunState
 
@@ -41,6 +43,8 @@ WEIGHTS = [("w", torch.zeros(2))]
 class Settings:
     enable_engine_sleep: bool = True
     plot_every: int = -1
+    engine_tp_size: int = 1
+    verify_weight_sync: bool = False
     log_dir: str | None = None
 
 
@@ -104,7 +108,7 @@ def test_R4_FC12_generating_and_updating_while_asleep_wakes_first() -> None:
     assert generate_local(state, Sampling(seed=1), [A]) == awake
     assert engine.operations == [
         "generate",
-        *("sleep", "wake_up", "update_weights", "flush_cache"),
+        *("sleep", "wake_weights", "update_weights", "wake_up", "flush_cache"),
         *("sleep", "wake_up", "generate"),
     ]
     assert not state.asleep
@@ -221,7 +225,7 @@ def test_R2_FC11_an_update_makes_the_engine_forget() -> None:
 def test_R2_the_actors_weights_travel_under_the_plain_models_names() -> None:
     state, engine = with_engine()
     actor = torch.nn.DataParallel(torch.nn.Linear(2, 1))
-    rollout.update_engine_weights(rollout.Sending(cast("RunState", Run(state)), named_weights), actor)
+    rollout.update_engine_weights(rollout.Sending(cast("RunState", Run(state)), named_weights, ALONE), actor)
     assert engine.calls[0].names == ("weight", "bias")
 
 
@@ -280,7 +284,9 @@ def test_R5_exactly_one_kind_of_input() -> None:
 def test_R5_media_are_refused_with_a_way_out_and_empty_media_are_none() -> None:
     state, engine = with_engine()
     refused: list[Callable[[], object]] = [
-        lambda: generate_local(state, Sampling(), multi_modal_inputs=[{}]),
+        lambda: generate_local(
+            state, Sampling(), multi_modal_inputs=[{"prompt_token_ids": A, "multi_modal_data": {"image": object()}}]
+        ),
         lambda: gather(state, Sampling(), ids=[A], images=[[object()]]),
         lambda: gather(state, Sampling(), ids=[A], images=[object()]),
         lambda: gather(state, Sampling(), ids=[A], videos=[[None, object()]]),
@@ -358,7 +364,7 @@ samplings = st.builds(
 
 @given(samplings)
 def test_R7_a_mapping_or_an_object_of_the_same_content_is_the_same_sampling(sampling: Sampling) -> None:
-    content = {name: getattr(sampling, name) for name in rollout.SAMPLING_FIELDS}
+    content = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
     assert as_sampling(sampling) is sampling
     assert as_sampling(content) == sampling
     assert as_sampling(argparse.Namespace(**content)) == sampling
@@ -434,3 +440,16 @@ def test_R9_lengths_are_told_every_so_many_rollouts(tmp_path: Path, caplog: pyte
         "step000002.png",
         "step000004.png",
     ]
+
+
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 9), max_size=20), max_size=6))
+def test_R1_packed_token_ids_come_out_as_they_went_in(rows: list[list[int]]) -> None:
+    requests = as_requests(rows)
+    packed = packed_ids(requests)
+    assert packed["ids"].dtype == torch.int32
+    assert unpacked_ids(packed["lengths"], packed["ids"]) == requests
+
+
+def test_R1_an_id_that_no_tensor_holds_is_named() -> None:
+    with pytest.raises(EngineError, match="prompt 1 has a token id that is in no vocabulary"):
+        packed_ids(as_requests([[1], [2**31]]))

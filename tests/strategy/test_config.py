@@ -102,6 +102,7 @@ REFERENCE = {
     "log_dir": None,
     "check_ranks": False,
     "async_save": False,
+    "verify_weight_sync": False,
 }
 """The reference's fields and defaults, and ours: written out, so that a changed default is seen."""
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 NAME = "deepspeed"
 CARRIES = frozenset(
-    {"bf16", "zero_stage", "adam_offload", "zpg", "grad_accum_dtype", "overlap_comm", "enable_engine_sleep"}
+    {"bf16", "zero_stage", "adam_offload", "zpg", "grad_accum_dtype", "overlap_comm", *ranks.ENGINE_FIELDS}
 )
 
 # ------------------------------------------------------------------------------------------------------ configuration
@@ -328,6 +328,7 @@ def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
     """The ranks that the launcher started, or one without a launcher; nobody is met before ``setup_distributed``."""
     refuse_ignored(config, NAME, CARRIES)
     world = ranks.world_of_ranks(config)
+    ranks.check_engine_groups(config, world)
     check_combination(config, world.world_size)
     run = run_state(config, world, ranks.device_of_rank(world))
     parts = Parts(

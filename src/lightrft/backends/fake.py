@@ -19,7 +19,7 @@ from lightrft.strategy.config import StrategyConfig, refuse_ignored
 from lightrft.strategy.record import RunState, StrategyRecord, bind
 
 NAME = "fake"
-CARRIES = frozenset({"enable_engine_sleep", "bf16"})
+CARRIES = frozenset({"bf16", "enable_engine_sleep", "engine_mem_util", "weight_sync_bucket_mb"})
 """``bf16`` is taken, and the model's own precision is kept either way (F2)."""
 
 

@@ -31,7 +31,7 @@ from lightrft.strategy.protocol import ModelT
 from lightrft.strategy.record import RunState, StrategyRecord, bind
 
 NAME = "fsdp"
-CARRIES = frozenset({"bf16", "fsdp_cpu_offload", "enable_engine_sleep"})
+CARRIES = frozenset({"bf16", "fsdp_cpu_offload", *ranks.ENGINE_FIELDS})
 
 
 def shape_of_mesh(world_size: int, per_node: int) -> tuple[int, ...]:
@@ -100,6 +100,7 @@ def build(config: StrategyConfig, args: object = None) -> StrategyRecord:
     """The ranks that the launcher started, or one without a launcher; nobody is met before ``setup_distributed``."""
     refuse_ignored(config, NAME, CARRIES)
     world = ranks.world_of_ranks(config)
+    ranks.check_engine_groups(config, world)
     run = run_state(config, world, ranks.device_of_rank(world))
     parts = Parts(
         setup_distributed=bind(set_up, run),

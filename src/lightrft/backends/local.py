@@ -15,7 +15,7 @@ from lightrft.strategy.protocol import ModelT
 from lightrft.strategy.record import RunState, StrategyRecord, bind
 
 NAME = "local"
-CARRIES = frozenset({"bf16", "enable_engine_sleep"})
+CARRIES = frozenset({"bf16", "enable_engine_sleep", "engine_mem_util", "weight_sync_bucket_mb"})
 """The configuration fields, of those that are a backend's or an engine's business, that this backend carries out."""
 
 

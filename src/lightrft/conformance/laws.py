@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrft.conformance import checkpoints, collectives, parity, preparing, training, world
+from lightrft.conformance import checkpoints, collectives, parity, preparing, rollouts, training, world
 from lightrft.conformance.law import Law
 
 LAWS: tuple[Law, ...] = (
@@ -12,4 +12,5 @@ LAWS: tuple[Law, ...] = (
     *parity.LAWS,
     *preparing.LAWS,
     *checkpoints.LAWS,
+    *rollouts.LAWS,
 )

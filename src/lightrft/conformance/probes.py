@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightrft.engines.protocol import Capabilities, Completion, Request, Sampling
+from lightrft.errors import EngineError
 from lightrft.ops.clipping import local_part
 from lightrft.strategy.protocol import StepOutcome, Strategy
 
@@ -76,6 +77,8 @@ class Recorder:
     weights: dict[str, Tensor] = field(factory=dict)
     name: str = "recorder"
     capabilities: Capabilities = Capabilities()
+    refuses: bool = False
+    """Updates fail after their first weight."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """It does not."""
@@ -84,6 +87,8 @@ class Recorder:
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps copies."""
         for name, tensor in named_tensors:
+            if self.refuses:
+                raise EngineError(f"no room for {name}")
             self.weights[name] = tensor.detach().cpu().clone()
 
     def flush_cache(self) -> None:
@@ -92,7 +97,7 @@ class Recorder:
     def sleep(self, level: int = 1) -> None:
         """Has nothing to free."""
 
-    def wake_up(self) -> None:
+    def wake_up(self, *, weights_only: bool = False) -> None:
         """Is awake."""
 
     def close(self) -> None:

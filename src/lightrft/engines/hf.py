@@ -7,7 +7,7 @@ M = L + N, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightrft.engines.checks import check_requests
+from lightrft.engines.hf_media import Expanded, expanded, repeated
 from lightrft.engines.hf_sampling import (
     Recorder,
     Sampler,
@@ -29,7 +30,14 @@ from lightrft.engines.hf_sampling import (
     uniforms,
     warpers,
 )
-from lightrft.engines.hf_weights import Incomplete, check_own, copy_weights, empty_copy, parameter_names
+from lightrft.engines.hf_weights import (
+    Incomplete,
+    check_own,
+    copy_weights,
+    empty_copy,
+    named_tensors_of,
+    parameter_names,
+)
 from lightrft.engines.protocol import Capabilities, Completion, Request, Sampling
 from lightrft.errors import EngineError, UnsupportedOperation
 from lightrft.ops.models import cache_keyword
@@ -57,6 +65,8 @@ class HfEngine:
     incomplete: Incomplete | None = None
     """What a copy of the model lacks; None: the model is the trainer's own."""
     capabilities: Capabilities = field(default=Capabilities(shares_weights=True))
+    processor: object = None
+    """A Hugging Face processor, for images and videos."""
     name: str = "hf"
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -69,21 +79,50 @@ class HfEngine:
                 "engine 'hf' has a copy of the model here, and not yet all of its weights. "
                 "Call strategy.update_engine_weights(actor) first."
             )
+        read = [self._read(request) for request in requests]
         check_requests(
-            requests,
+            [each.request for each in read],
             sampling,
             vocab_size=vocabulary_size(self.model),
             max_model_len=self.max_model_len,
             has_tokenizer=self.tokenizer is not None,
         )
-        prompts = [request.prompt_token_ids for request in requests for _ in range(sampling.n)]
+        rows = [each for each in read for _ in range(sampling.n)]
+        prompts = [each.request.prompt_token_ids for each in rows]
         done: dict[int, Completion] = {}
-        seeds = row_seeds(requests, sampling) if sampling.temperature > 0.0 else [0] * len(prompts)
+        seeds = row_seeds(requests, sampling) if sampling.temperature > 0.0 else [0] * len(rows)
         with generating(self.model):
-            for batch in batches(prompts, sampling.max_new_tokens, self.batch_tokens):
-                some = complete(self, [prompts[row] for row in batch], [seeds[row] for row in batch], sampling)
+            for batch in self._batches(rows, sampling):
+                some = complete(
+                    self,
+                    [prompts[row] for row in batch],
+                    [seeds[row] for row in batch],
+                    sampling,
+                    rows[batch[0]].inputs,
+                )
                 done.update(zip(batch, some, strict=True))
-        return [done[index] for index in range(len(prompts))]
+        asked = [request.prompt_token_ids for request in requests for _ in range(sampling.n)]
+        return [evolve(done[index], prompt_token_ids=prompt) for index, prompt in enumerate(asked)]
+
+    def _read(self, request: Request) -> Expanded:
+        if not request.images and not request.videos:
+            return Expanded(request)
+        if self.processor is None:
+            raise UnsupportedOperation(
+                "engine 'hf' reads images and videos with the model's processor, and was made without one. Instead: pass "
+                "args.processor = AutoProcessor.from_pretrained(...)."
+            )
+        return expanded(self.processor, request)
+
+    def _batches(self, rows: Sequence[Expanded], sampling: Sampling) -> Iterator[list[int]]:
+        """Indices of rows: those of text together, those of a prompt with pictures by themselves."""
+        text = [index for index, row in enumerate(rows) if not row.inputs]
+        prompts = [rows[index].request.prompt_token_ids for index in text]
+        for batch in batches(prompts, sampling.max_new_tokens, self.batch_tokens):
+            yield [text[place] for place in batch]
+        for start in range(0, len(rows), sampling.n):
+            if rows[start].inputs:
+                yield list(range(start, start + sampling.n))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies nothing where the weights are the module's own, and raises ``EngineError`` for any that are not.
@@ -96,6 +135,11 @@ class HfEngine:
         else:
             copy_weights(self.model, self.incomplete, named_tensors)
 
+    def differing_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of its weights that are not these, in its own dtype."""
+        own = named_tensors_of(self.model)
+        return [name for name, tensor in named_tensors if not torch.equal(own[name], tensor.to(own[name]))]
+
     def flush_cache(self) -> None:
         """Nothing is kept between two calls of :meth:`generate`."""
 
@@ -103,7 +147,7 @@ class HfEngine:
         """Its weights are the trainer's, or needed on the device at the next rollout."""
         raise UnsupportedOperation("engine 'hf' cannot sleep: it keeps its weights in place. Instead: leave it awake.")
 
-    def wake_up(self) -> None:
+    def wake_up(self, *, weights_only: bool = False) -> None:
         """It never sleeps."""
 
     def close(self) -> None:
@@ -120,6 +164,7 @@ def hf(
     *,
     batch_tokens: int = 32_768,
     share_prefill: bool = True,
+    processor: object = None,
 ) -> HfEngine:
     """An engine that generates with ``model``, a Hugging Face causal language model, as its weights are at the time.
 
@@ -127,7 +172,8 @@ def hf(
     completion together, in tokens, by default at the model's ``max_position_embeddings``. A batch holds at most
     ``batch_tokens`` positions, padding and new tokens included (but always one completion). Each distinct prompt is
     read once and its keys and values are shared by its completions; ``share_prefill=False`` reads it anew for each,
-    for architectures whose cache cannot be split by rows.
+    for architectures whose cache cannot be split by rows. ``processor``: that of a vision-language model, which then
+    takes images and videos.
 
     An end-of-sequence token is one that the model's generation config or the tokenizer names. All else in the model's
     generation config is left out: what is sampled is what ``Sampling`` says. Raises ``EngineError`` when ``model``
@@ -148,6 +194,8 @@ def hf(
         batch_tokens=batch_tokens,
         share_prefill=share_prefill,
         eos_token_ids=end_of_sequence(model, tokenizer),
+        capabilities=Capabilities(shares_weights=True, multimodal=processor is not None),
+        processor=processor,
     )
 
 
@@ -159,6 +207,7 @@ def hf_copy(
     batch_tokens: int = 32_768,
     share_prefill: bool = True,
     device: torch.device | None = None,
+    processor: object = None,
 ) -> HfEngine:
     """As :func:`hf`, on a module of its own: for a ``model`` of whose parameters this process holds but a part.
 
@@ -166,9 +215,16 @@ def hf_copy(
     (by default the model's) and has the model's buffers as they are now. Its parameters are left as the memory was: it
     refuses to generate until ``update_weights`` gave it all of them.
     """
-    engine = hf(model, tokenizer, max_model_len, batch_tokens=batch_tokens, share_prefill=share_prefill)
+    engine = hf(
+        model, tokenizer, max_model_len, batch_tokens=batch_tokens, share_prefill=share_prefill, processor=processor
+    )
     own = empty_copy(model, device_of(model) if device is None else device)
-    return evolve(engine, model=own, incomplete=Incomplete(parameter_names(own)), capabilities=Capabilities())
+    return evolve(
+        engine,
+        model=own,
+        incomplete=Incomplete(parameter_names(own)),
+        capabilities=evolve(engine.capabilities, shares_weights=False),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -244,9 +300,13 @@ def left_padded(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[
 
 
 def complete(
-    engine: HfEngine, rows: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+    engine: HfEngine,
+    rows: Sequence[tuple[int, ...]],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    media: Mapping[str, Tensor],
 ) -> list[Completion]:
-    """One completion for each row, drawn from its seed."""
+    """One completion for each row, drawn from its seed. ``media``: what the pictures are of each row, all of one prompt."""
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
     ids_RL, mask_RL = left_padded(rows, device_of(engine.model))
@@ -255,7 +315,8 @@ def complete(
     drawing = [*warpers(sampling), sampler] if sampling.temperature > 0.0 else []
     watcher = Watcher(engine.tokenizer, sampling.stop, ids_RL.shape[1])
     arguments: dict[str, object] = {"input_ids": ids_RL, "attention_mask": mask_RL}
-    if engine.share_prefill and ids_RL.shape[1] > 1 and len(set(rows)) < len(rows):
+    arguments |= repeated(media, len(rows), ids_RL.device)
+    if not media and engine.share_prefill and ids_RL.shape[1] > 1 and len(set(rows)) < len(rows):
         arguments[cache_keyword(engine.model)] = shared_prefix(engine.model, rows)
     stops = (*engine.eos_token_ids, *sampling.stop_token_ids)
     sequences_RM = cast("Generates", engine.model).generate(

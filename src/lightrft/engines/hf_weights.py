@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from attrs import define
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from lightrft.errors import EngineError
 from lightrft.ops.models import reshard
+from lightrft.ops.weight_sync import plain_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,16 +81,22 @@ def no_parameter(name: str) -> EngineError:
 
 def empty_copy(model: Module, device: torch.device) -> Module:
     """A model of the same config in eval mode, parameters not set and without gradients, buffers copied."""
-    from transformers import AutoModelForCausalLM
-
     reshard(model)  # what FSDP2 keeps whole after a forward has the dtype that it computes in
-    theirs = cast("PreTrainedModel", model)
-    make = cast("Callable[..., Module]", AutoModelForCausalLM.from_config)  # transformers leaves it untyped
+    theirs = cast("PreTrainedModel", base_model(model))
+    # FSDP2 makes a class of its own out of the model's.
+    kind = next(kind for kind in type(theirs).__mro__ if not issubclass(kind, FSDPModule))
+    make = cast("Callable[..., Module]", kind._from_config)  # type: ignore[attr-defined]  # what from_config calls
     with torch.device("meta"):  # so that no random numbers are drawn and no memory is written twice
         own = make(deepcopy(theirs.config), dtype=theirs.dtype)  # it writes the dtype into the config
     own.to_empty(device=device)
     cast("PreTrainedModel", own).tie_weights()  # to_empty makes two parameters of a tied one
     for name, buffer in model.named_buffers():
-        path, _, attribute = name.rpartition(".")
+        path, _, attribute = plain_name(name).rpartition(".")
         setattr(own.get_submodule(path), attribute, buffer.detach().to(device, copy=True))
     return own.eval().requires_grad_(False)
+
+
+def base_model(model: Module) -> Module:
+    """The Hugging Face model, out of what PEFT has made of it."""
+    get_base_model: Callable[[], Module] | None = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()

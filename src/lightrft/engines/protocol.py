@@ -57,6 +57,11 @@ class Request:
     seed: int | None = None
     """Draws this prompt's completions from this seed, whatever else is in the batch; None: from the call's seed and the
     position among its requests."""
+    images: tuple[object, ...] = ()
+    """What the image placeholders of the prompt stand for, in their order: PIL images or arrays. The placeholders are
+    those of the chat template, one for each image, unexpanded (law R6)."""
+    videos: tuple[object, ...] = ()
+    """The same for video placeholders: arrays or lists of frames."""
 
 
 @frozen
@@ -84,6 +89,8 @@ class Capabilities:
     """The engine generates from the trainer's own parameters: an update copies nothing."""
     multimodal: bool = False
     tensor_parallel: bool = False
+    seeds: bool = True
+    """Equal seeds draw equal completions."""
 
 
 class Engine(Protocol):
@@ -118,8 +125,8 @@ class Engine(Protocol):
         """Frees what can be freed between rollouts. Level 2 drops the weights too."""
         ...
 
-    def wake_up(self) -> None:
-        """Undoes :meth:`sleep`."""
+    def wake_up(self, *, weights_only: bool = False) -> None:
+        """Undoes :meth:`sleep`. ``weights_only``: as far as an update needs it; the caches come with the next call."""
         ...
 
     def close(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightrft.engines.protocol import Engine
 from lightrft.errors import EngineError, UnsupportedOperation, missing
 from lightrft.ops.models import compute_in_bf16, unwrap_model
+from lightrft.ops.seeds import derived_seed
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -25,7 +27,8 @@ def setup_inference_engine(
 ) -> Engine:
     """Starts the engine and makes it the run's; an engine from before is closed first.
 
-    ``args`` may be anything: ``tokenizer`` and ``max_model_len`` are read from it where it has them.
+    ``args`` may be anything: ``tokenizer``, ``processor`` and ``max_model_len`` are read from it where it has them, and
+    ``engine_options``, a mapping of further settings for vLLM's or SGLang's own constructor.
     """
     engine = make_engine(state, args, engine_type, actor) if isinstance(engine_type, str) else engine_type
     if state.engine.engine is not None and state.engine.engine is not engine:
@@ -44,13 +47,10 @@ def make_engine(state: RunState, args: object, engine_type: str, actor: Module |
         from lightrft.engines.scripted import scripted
 
         return scripted()
-    if engine_type in ("vllm", "sglang"):
-        if find_spec(engine_type) is None:
-            raise missing(engine_type, engine_type, f"engine {engine_type!r}")
-        raise UnsupportedOperation(
-            f"engine {engine_type!r} is installed, but this version of lightrft does not drive it yet. "
-            f"Use engine_type='hf'."
-        )
+    if engine_type == "vllm":
+        return make_vllm(state, args, actor)
+    if engine_type == "sglang":
+        return make_sglang(state, args, actor)
     raise EngineError(f"engine_type={engine_type!r} is no engine. Use one of {', '.join(ENGINES)}, or pass an Engine.")
 
 
@@ -58,13 +58,73 @@ def make_hf(state: RunState, args: object, model: Module) -> Engine:
     """On the model itself; on a copy that computes in the run's precision where this process holds but a part of it."""
     from lightrft.engines.hf import hf, hf_copy
 
+    if state.config.engine_tp_size > 1:
+        raise UnsupportedOperation(
+            f"engine 'hf' cannot be shared by {state.config.engine_tp_size} ranks. Instead: set engine_tp_size=1, or use "
+            f"engine_type='vllm'."
+        )
     tokenizer, max_model_len = getattr(args, "tokenizer", None), getattr(args, "max_model_len", None)
+    processor: object = getattr(args, "processor", None)
     if not is_sharded(model):
-        return hf(model, tokenizer, max_model_len)
-    engine = hf_copy(model, tokenizer, max_model_len, device=state.device)
+        return hf(model, tokenizer, max_model_len, processor=processor)
+    engine = hf_copy(model, tokenizer, max_model_len, device=state.device, processor=processor)
     if state.config.bf16:
         compute_in_bf16(engine.model, state.device)
     return engine
+
+
+def make_vllm(state: RunState, args: object, actor: Module | None) -> Engine:
+    """On the actor's config: its weights come with the first update."""
+    if find_spec("vllm") is None:
+        raise missing("vllm", "vllm", "engine 'vllm'")
+    if actor is None:
+        raise EngineError("engine 'vllm' is set up from the actor's config. Pass actor=model.")
+    from lightrft.engines.vllm_setup import vllm
+
+    config = state.config
+    return vllm(
+        unwrap_model(actor),
+        getattr(args, "tokenizer", None),
+        getattr(args, "max_model_len", None),
+        dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        tensor_parallel=config.engine_tp_size,
+        world=state.world,
+        device=state.device,
+        memory_share=config.engine_mem_util,
+        can_sleep=config.enable_engine_sleep,
+        bucket_bytes=config.weight_sync_bucket_mb * 10**6,
+        seed=config.seed,
+        options=getattr(args, "engine_options", None),
+        processor=getattr(args, "processor", None),
+    )
+
+
+def make_sglang(state: RunState, args: object, actor: Module | None) -> Engine:
+    """One for each rank, in a process of its own, on the actor's config: its weights come with the first update."""
+    if find_spec("sglang") is None:
+        raise missing("sglang", "sglang", "engine 'sglang'")
+    if actor is None:
+        raise EngineError("engine 'sglang' is set up from the actor's config. Pass actor=model.")
+    config = state.config
+    if config.engine_tp_size > 1:
+        raise UnsupportedOperation(
+            f"engine 'sglang' cannot be shared by {config.engine_tp_size} ranks here. Instead: set engine_tp_size=1, or "
+            f"use engine_type='vllm'."
+        )
+    from lightrft.engines.sglang import sglang
+
+    return sglang(
+        unwrap_model(actor),
+        getattr(args, "tokenizer", None),
+        getattr(args, "max_model_len", None),
+        device=state.device,
+        dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        seed=derived_seed(config.seed, 5, state.world.rank),
+        bucket_bytes=config.weight_sync_bucket_mb * 10**6,
+        can_sleep=config.enable_engine_sleep and state.device.type == "cuda",
+        memory_share=config.engine_mem_util,
+        options=getattr(args, "engine_options", None),
+    )
 
 
 def is_sharded(model: Module) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Reply = Callable[[tuple[int, ...], int], Sequence[int]]
 """From a prompt's token ids and the number of the sample (0 to n - 1) to output token ids. It may raise."""
 
-Operation = Literal["generate", "update_weights", "flush_cache", "sleep", "wake_up", "close"]
+Operation = Literal["generate", "update_weights", "flush_cache", "sleep", "wake_weights", "wake_up", "close"]
 
 
 @frozen
@@ -35,6 +35,8 @@ class ScriptState:
 
     calls: list[Call] = field(factory=list)
     asleep: bool = False
+    takes_weights: bool = True
+    """Awake, or its weights are."""
 
 
 @frozen
@@ -70,7 +72,8 @@ class ScriptedEngine:
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Takes note of the names."""
         self._record(Call("update_weights", names=tuple(name for name, _ in named_tensors)))
-        self._refuse_asleep("update_weights")
+        if not self.state.takes_weights:
+            self._refuse_asleep("update_weights")
 
     def flush_cache(self) -> None:
         """There is none."""
@@ -81,12 +84,13 @@ class ScriptedEngine:
         self._record(Call("sleep"))
         if not self.capabilities.sleep:
             raise UnsupportedOperation("engine 'scripted' was made with can_sleep=False. Instead: leave it awake.")
-        self.state.asleep = True
+        self.state.asleep, self.state.takes_weights = True, False
 
-    def wake_up(self) -> None:
-        """Undoes :meth:`sleep`."""
-        self._record(Call("wake_up"))
-        self.state.asleep = False
+    def wake_up(self, *, weights_only: bool = False) -> None:
+        """Undoes :meth:`sleep`, for updates alone or for all."""
+        self._record(Call("wake_weights" if weights_only else "wake_up"))
+        self.state.takes_weights = True
+        self.state.asleep = weights_only and self.state.asleep
 
     def close(self) -> None:
         """There is nothing to free."""

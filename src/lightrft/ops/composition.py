@@ -90,7 +90,9 @@ def composed(name: str, run: RunState, args: object, parts: Parts) -> StrategyRe
         reload_model=bind(memory.reload_model, run),
         report_memory=bind(memory.report_memory, run),
         setup_inference_engine=parts.setup_inference_engine,
-        update_engine_weights=bind(rollout.update_engine_weights, rollout.Sending(run, parts.whole_weights)),
+        update_engine_weights=bind(
+            rollout.update_engine_weights, rollout.Sending(run, parts.whole_weights, parts.collecting)
+        ),
         maybe_sleep_inference_engine=bind(rollout.maybe_sleep_inference_engine, run),
         wakeup_inference_engine=bind(rollout.wakeup_inference_engine, run),
         engine_generate_local=bind(rollout.engine_generate_local, run),

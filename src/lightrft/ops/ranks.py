@@ -69,6 +69,19 @@ def close_alone(state: RunState) -> None:
 # ------------------------------------------------------------------------------------------------------------ together
 
 
+ENGINE_FIELDS = ("enable_engine_sleep", "engine_mem_util", "engine_tp_size", "weight_sync_bucket_mb")
+"""The configuration of engines, which every backend of ranks carries out where the engine can."""
+
+
+def check_engine_groups(config: StrategyConfig, world: World) -> None:
+    """Raises ``ConfigError`` where ranks are left over that share no engine."""
+    if world.world_size % config.engine_tp_size:
+        raise ConfigError(
+            f"engine_tp_size={config.engine_tp_size} does not divide world_size={world.world_size}: every engine is of as "
+            f"many ranks. Use a divisor of {world.world_size}."
+        )
+
+
 def world_of_ranks(config: StrategyConfig) -> World:
     """The world of the process group, where somebody has made one, else that of the launcher."""
     if not dist.is_initialized():

@@ -1,151 +1,36 @@
-"""From prompts to completions on one rank: what may be asked, and when the engine is awake (R1, R4, R5)."""
+"""From prompts to completions: what goes to which engine, and when it is awake (R1, R4, R5)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from operator import index as whole
-from typing import Protocol
+from struct import error as PackingError
+from struct import pack
+from typing import Protocol, cast
 
-from attrs import evolve, fields, frozen
+import numpy as np
+import torch
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.nn import Module
 
 from lightrft.engines.protocol import Completion, Engine, Request, Sampling
-from lightrft.errors import ConfigError, EngineError, UnsupportedOperation, listed
+from lightrft.errors import EngineError, UnsupportedOperation, listed
 from lightrft.ops.collectives import Collecting
 from lightrft.ops.lengths import gather_lengths, lengths_of, report_lengths, should_plot
-from lightrft.ops.models import WholeWeights
+from lightrft.ops.models import WholeWeights, unwrap_model
+from lightrft.ops.multimodal import Media, media_by_prompt, placeholders_of, with_media
+from lightrft.ops.sampling import as_sampling
 from lightrft.ops.seeds import derived_seed
+from lightrft.ops.weight_sync import DRIFT, DRIFT_IN_BF16, plain_weights, verify
+from lightrft.strategy.protocol import AllGather
 from lightrft.strategy.record import EngineState, RunState
 
 logger = logging.getLogger(__name__)
 
-# ------------------------------------------------------------------------------------------------- what is asked for
-
-SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
-
-ALIASES: Mapping[str, str] = {"max_tokens": "max_new_tokens"}
-"""Other engines' names for our fields."""
-
-NEUTRAL: Mapping[str, object] = {
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "min_new_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "ignore_eos": False,
-    "bad_words": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "prompt_logprobs": None,
-}
-"""Settings of other engines that change what is sampled: understood only at the value that changes nothing."""
-
-TEXT_ONLY = frozenset(
-    {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"}
-)
-"""Settings of other engines that concern text, where we deal in tokens."""
-
-
-def as_sampling(sampling_params: object) -> Sampling:
-    """A ``Sampling`` out of one, out of a mapping, or out of any object with such attributes, as vLLM's SamplingParams.
-
-    ``max_tokens`` is ``max_new_tokens``; ``top_k`` -1 is 0; ``stop`` may be one string; ``logprobs`` may be a number
-    (any: yes) or None (no). Raises ``ConfigError`` that lists every value that cannot be, every name that is not known
-    (in a mapping), and every setting of another engine that would be ignored.
-    """
-    if isinstance(sampling_params, Sampling):
-        return sampling_params
-    given = _given(sampling_params)
-    problems: list[str] = []
-    values: dict[str, object] = {}
-    for key, value in given.items():
-        name = ALIASES.get(key, key)
-        if name in values:
-            problems.append(f"{key}={value!r} is given twice, as {name} too: leave one out")
-        elif name in SAMPLING_FIELDS:
-            values[name] = value
-        elif name in NEUTRAL and value not in (NEUTRAL[name], None, [], {}):
-            problems.append(f"{key}={value!r} is not carried out by our engines: leave it at {NEUTRAL[name]!r}")
-        elif name not in NEUTRAL and name not in TEXT_ONLY:
-            problems.append(f"{key}={value!r} is no sampling parameter. There are: {', '.join(SAMPLING_FIELDS)}")
-    for name, value in values.items():
-        try:
-            values[name] = READ[name](value)
-            Sampling(**{name: values[name]})  # type: ignore[arg-type]  # one field at a time, to name every bad one
-        except (TypeError, ValueError):
-            problems.append(f"{name}={value!r} is not possible: {MEANING[name]} is needed")
-    if problems:
-        raise ConfigError(f"sampling parameters cannot be used:{listed(problems)}")
-    return Sampling(**values)  # type: ignore[arg-type]  # READ gave each its type
-
-
-def _given(sampling_params: object) -> dict[str, object]:
-    if isinstance(sampling_params, Mapping):
-        return {str(key): value for key, value in sampling_params.items()}
-    names = (*SAMPLING_FIELDS, *ALIASES, *NEUTRAL)
-    found = {name: getattr(sampling_params, name) for name in names if hasattr(sampling_params, name)}
-    if not any(ALIASES.get(name, name) in SAMPLING_FIELDS for name in found):
-        raise ConfigError(
-            f"sampling parameters are needed, got {sampling_params!r}. Pass a Sampling, a mapping, or an object with "
-            f"attributes such as max_new_tokens and temperature."
-        )
-    return found
-
-
-def _number(value: object) -> float:
-    if isinstance(value, (bool, str)):
-        raise TypeError
-    return float(value)  # type: ignore[arg-type]  # anything else that is no number raises
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return whole(value)  # type: ignore[arg-type]  # raises where nothing is an integer
-
-
-def _top_k(value: object) -> int:
-    return 0 if value is None or value == -1 else _integer(value)
-
-
-def _strings(value: object) -> tuple[str, ...]:
-    strings = () if value is None else (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
-    if not all(isinstance(string, str) for string in strings):
-        raise TypeError
-    return strings
-
-
-def _integers(value: object) -> tuple[int, ...]:
-    return () if value is None else tuple(map(_integer, value))  # type: ignore[call-overload]
-
-
-READ: Mapping[str, Callable[[object], object]] = {
-    "max_new_tokens": _integer,
-    "temperature": _number,
-    "top_p": lambda value: 1.0 if value is None else _number(value),
-    "top_k": _top_k,
-    "n": _integer,
-    "stop": _strings,
-    "stop_token_ids": _integers,
-    "seed": lambda value: None if value is None else _integer(value),
-    "logprobs": lambda value: value if isinstance(value, bool) else value is not None,
-}
-
-MEANING: Mapping[str, str] = {
-    "max_new_tokens": "a whole number from 1",
-    "temperature": "a number from 0 (greedy)",
-    "top_p": "a number above 0 and at most 1",
-    "top_k": "a whole number from 1, or 0 or -1 for no limit",
-    "n": "a whole number from 1",
-    "stop": "a string or a list of strings",
-    "stop_token_ids": "a list of token ids",
-    "seed": "a whole number or None",
-    "logprobs": "true, false, a number or None",
-}
+# ----------------------------------------------------------------------------------------------------------- prompts
 
 
 def as_requests(all_prompt_token_ids: Sequence[Sequence[int]]) -> list[Request]:
@@ -158,7 +43,7 @@ def _request(index: int, row: object) -> Request:
     ids: object = row if tolist is None else tolist()
     if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)):
         with suppress(TypeError):
-            return Request(tuple(whole(token) for token in ids))
+            return Request(tuple(map(whole, ids)))
     raise EngineError(f"prompt {index} is no list of token ids: {_short(row)}. Encode it with the model's tokenizer.")
 
 
@@ -198,34 +83,28 @@ def wake_engine(state: EngineState) -> None:
 
 
 def sync_weights(state: EngineState, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Gives the engine these weights and makes it forget what it computed with older ones (R2)."""
-    engine = the_engine(state)
-    wake_engine(state)
-    engine.update_weights(named_tensors)
-    engine.flush_cache()
+    """Gives the engine these weights and makes it forget what it computed with older ones (R2).
 
-
-def generate_local(
-    state: EngineState,
-    sampling_params: object,
-    prompt_token_ids: Sequence[Sequence[int]] | None = None,
-    multi_modal_inputs: Sequence[Mapping[str, object]] | None = None,
-    *,
-    first_place: int = 0,
-) -> list[Completion]:
-    """``n`` adjacent completions for each prompt, in the order of the prompts; no prompts, no completions.
-
-    Exactly one of the two kinds of input, else ``ValueError`` (R5). Wakes the engine. ``first_place``: how many prompts
-    come before these on other ranks; with a seed, a prompt's place decides its draws.
+    One that sleeps wakes its weights before and its caches after, so that what is gathered for the update need not fit
+    beside them.
     """
-    if (prompt_token_ids is None) == (multi_modal_inputs is None):
-        seen = "neither" if prompt_token_ids is None else "both"
-        raise ValueError(f"exactly one of prompt_token_ids and multi_modal_inputs is needed, got {seen}.")
     engine = the_engine(state)
-    if prompt_token_ids is None:
-        raise no_media(engine)
-    sampling = as_sampling(sampling_params)
-    requests = as_requests(prompt_token_ids)
+    if state.asleep:
+        engine.wake_up(weights_only=True)
+    try:
+        engine.update_weights(named_tensors)
+    finally:
+        wake_engine(state)
+    engine.flush_cache()
+    state.weight_version += 1
+
+
+def complete(state: EngineState, requests: Sequence[Request], sampling: Sampling, first_place: int) -> list[Completion]:
+    """``n`` adjacent completions for each request, in their order; none for none, and then nothing wakes.
+
+    ``first_place``: how many prompts come before these on other ranks; with a seed, a prompt's place decides its draws.
+    """
+    engine = the_engine(state)
     if not requests:
         return []
     if sampling.seed is not None:
@@ -241,6 +120,28 @@ def generate_local(
             f"n={sampling.n}. This is a fault of the engine: run the conformance suite on it."
         )
     return completions
+
+
+def generate_local(
+    state: EngineState,
+    sampling_params: object,
+    prompt_token_ids: Sequence[Sequence[int]] | None = None,
+    multi_modal_inputs: Sequence[Mapping[str, object]] | None = None,
+) -> list[Completion]:
+    """``n`` adjacent completions for each prompt, in the order of the prompts; no prompts, no completions.
+
+    Exactly one of the two kinds of input, else ``ValueError`` (R5). ``multi_modal_inputs`` are mappings as vLLM has them:
+    ``prompt_token_ids`` or ``prompt``, and ``multi_modal_data`` with ``image`` and ``video``.
+    """
+    if (prompt_token_ids is None) == (multi_modal_inputs is None):
+        seen = "neither" if prompt_token_ids is None else "both"
+        raise ValueError(f"exactly one of prompt_token_ids and multi_modal_inputs is needed, got {seen}.")
+    engine = the_engine(state)
+    if prompt_token_ids is not None:
+        requests = as_requests(prompt_token_ids)
+    else:
+        requests = requests_of_inputs(engine, multi_modal_inputs or ())
+    return complete(state, requests, as_sampling(sampling_params), first_place=0)
 
 
 def close_engine(state: EngineState) -> None:
@@ -271,36 +172,74 @@ def encode_prompts(engine: Engine, texts: Sequence[str]) -> list[list[int]]:
 
 
 def no_media(engine: Engine) -> UnsupportedOperation:
-    """Images and videos cannot travel through an engine yet."""
+    """An engine that reads text alone."""
     return UnsupportedOperation(
-        f"engine {engine.name!r} cannot generate from images or videos. Instead: pass token ids only."
+        f"engine {engine.name!r} cannot generate from images or videos here. Instead: pass token ids only, or set up an "
+        f"engine that can with a vision-language model and its processor."
     )
 
 
-def holds_media(media: Sequence[object] | None) -> bool:
-    """Whether there is any image or video; ``[None, []]`` holds none."""
-    return media is not None and any(
-        item is not None and not (isinstance(item, (list, tuple)) and not holds_media(item)) for item in media
-    )
+def requests_with_media(
+    engine: Engine, requests: Sequence[Request], images: Sequence[Media], videos: Sequence[Media]
+) -> list[Request]:
+    """Requests with their media. Where none has any, the prompts stay as they are, placeholders in them too (FC47)."""
+    if not any(images) and not any(videos):
+        return list(requests)
+    processor: object = getattr(engine, "processor", None)
+    if not engine.capabilities.multimodal:
+        raise no_media(engine)
+    if processor is None:
+        raise EngineError(
+            f"engine {engine.name!r} has no processor, which says what stands for an image in a prompt. "
+            f"Set it up with args.processor = AutoProcessor.from_pretrained(...)."
+        )
+    return with_media(requests, images, videos, placeholders_of(processor))
 
 
-def prompts_alone(
-    state: EngineState,
+def requests_of_inputs(engine: Engine, inputs: Sequence[Mapping[str, object]]) -> list[Request]:
+    """Requests out of mappings as vLLM has them."""
+    images: list[Media] = []
+    videos: list[Media] = []
+    prompts: list[Sequence[int]] = []
+    for index, given in enumerate(inputs):
+        unknown = sorted(set(given) - {"prompt", "prompt_token_ids", "multi_modal_data"})
+        data = given.get("multi_modal_data") or {}
+        if unknown or not isinstance(data, Mapping) or ("prompt" in given) == ("prompt_token_ids" in given):
+            raise ValueError(
+                f"multi_modal_inputs[{index}] has {sorted(given)}: exactly one of prompt and prompt_token_ids is needed, "
+                f"and multi_modal_data may hold image and video."
+            )
+        if beside := sorted(set(map(str, data)) - {"image", "video"}):
+            raise ValueError(f"multi_modal_inputs[{index}] holds {beside}. There are image and video.")
+        images += media_by_prompt("images", [data.get("image")], None, 1)
+        videos += media_by_prompt("videos", [data.get("video")], None, 1)
+        text = given.get("prompt")
+        ids = encode_prompts(engine, [str(text)])[0] if text is not None else given["prompt_token_ids"]
+        prompts.append(cast("Sequence[int]", ids))
+    return requests_with_media(engine, as_requests(prompts), images, videos)
+
+
+def asked_for(
+    engine: Engine,
     all_prompt_token_ids: Sequence[Sequence[int]] | None,
     all_prompts: Sequence[str] | None,
-    media: Iterable[Sequence[object] | None],
-) -> Sequence[Sequence[int]]:
-    """The token ids of all prompts. Where both are given the ids are taken: they are what the text was turned into."""
-    if any(map(holds_media, media)):
-        raise no_media(the_engine(state))
-    if all_prompt_token_ids is not None:
-        return all_prompt_token_ids
-    if all_prompts is None:
-        raise ValueError("gather_and_generate needs prompts, got none. Pass all_prompt_token_ids, or all_prompts.")
-    return encode_prompts(the_engine(state), all_prompts)
+    all_images: Sequence[object] | None,
+    images_num: Sequence[int] | None,
+    all_videos: Sequence[object] | None,
+    videos_num: Sequence[int] | None,
+) -> list[Request]:
+    """One request for each prompt. Where ids and text are given the ids are taken: the text was turned into them."""
+    if all_prompt_token_ids is None:
+        if all_prompts is None:
+            raise ValueError("gather_and_generate needs prompts, got none. Pass all_prompt_token_ids, or all_prompts.")
+        all_prompt_token_ids = encode_prompts(engine, all_prompts)
+    requests = as_requests(all_prompt_token_ids)
+    images = media_by_prompt("images", all_images, images_num, len(requests))
+    videos = media_by_prompt("videos", all_videos, videos_num, len(requests))
+    return requests_with_media(engine, requests, images, videos)
 
 
-# ------------------------------------------------------------------------------------ the operations of one process
+# ----------------------------------------------------------------------------------------------- the operations
 
 
 @frozen(eq=False)
@@ -309,11 +248,32 @@ class Sending:
 
     run: RunState
     whole_weights: WholeWeights
+    collecting: Collecting
 
 
 def update_engine_weights(sending: Sending, actor: Module) -> None:
-    """The actor's weights, to the engine."""
-    sync_weights(sending.run.engine, sending.whole_weights(actor))
+    """The actor's weights, to the engine of every rank; with ``verify_weight_sync`` looked at afterwards.
+
+    An error on one rank is an error on all. A rank whose engine fails goes on reading: gathering takes all ranks.
+    """
+    run, engine = sending.run, the_engine(sending.run.engine)
+    plain = unwrap_model(actor)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        own = sending.whole_weights(actor)
+        return own if engine.capabilities.shares_weights else plain_weights(plain, own)
+
+    with on_all_ranks(run, sending.collecting.all_gather, "update_engine_weights"):
+        named_tensors = weights()
+        try:
+            sync_weights(run.engine, named_tensors)
+        finally:
+            if run.world.world_size > 1:
+                for _ in named_tensors:
+                    pass
+    if run.config.verify_weight_sync:
+        with on_all_ranks(run, sending.collecting.all_gather, "the verification of the engine's weights"):
+            verify(engine, plain, run.device, weights(), DRIFT_IN_BF16 if run.config.bf16 else DRIFT)
 
 
 def maybe_sleep_inference_engine(state: RunState) -> None:
@@ -355,15 +315,27 @@ def gather_and_generate(
     all_videos: Sequence[object] | None = None,
     videos_num: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Each rank's engine completes that rank's own prompts.
+    """The completions of this rank's own prompts, in their order, ``n`` adjacent (R1).
 
-    With a seed, a prompt's completions depend on its place among the prompts of all ranks: they are the same at any
-    world size.
+    Each engine completes the prompts of the ranks that share it: ``engine_tp_size`` neighbours. With a seed, a prompt's
+    completions depend on its place among the prompts of all ranks: they are the same at any world size. An error on one
+    rank is an error on all.
     """
     state, gather = generating.run, generating.collecting.all_gather
-    prompts = prompts_alone(state.engine, all_prompt_token_ids, all_prompts, (all_images, all_videos))
-    before = sum(gather(len(prompts))[: state.world.rank])
-    completions = generate_local(state.engine, sampling_params, prompts, first_place=before)
+    with on_all_ranks(state, gather, "gather_and_generate"):
+        sampling = as_sampling(sampling_params)
+        requests = asked_for(
+            the_engine(state.engine), all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
+        )
+        refuse_media_of_groups(state, requests)
+        group = group_of(state.world.rank, state.config.engine_tp_size)
+        packed = packed_ids(requests) if len(group) > 1 else None
+    counts = gather(len(requests))
+    shared = requests if packed is None else requests_of_group(requests, packed, state.world.rank, group, gather)
+    with on_all_ranks(state, gather, "gather_and_generate"):
+        completed = complete(state.engine, shared, sampling, first_place=sum(counts[: group.start]))
+    skipped = sum(counts[group.start : state.world.rank]) * sampling.n
+    completions = completed[skipped : skipped + len(requests) * sampling.n]
     state.engine.rollouts += 1
     if should_plot(state.engine.rollouts, state.config.plot_every):
         lengths = gather_lengths(lengths_of(completions), gather)
@@ -372,3 +344,82 @@ def gather_and_generate(
     if sleep_engine and state.config.enable_engine_sleep:
         maybe_sleep_inference_engine(state)
     return completions
+
+
+def group_of(rank: int, size: int) -> range:
+    """The ranks that share an engine with this one."""
+    start = rank - rank % size
+    return range(start, start + size)
+
+
+def refuse_media_of_groups(state: RunState, requests: Sequence[Request]) -> None:
+    """Images and videos do not travel between ranks."""
+    if state.config.engine_tp_size > 1 and any(request.images or request.videos for request in requests):
+        raise UnsupportedOperation(
+            f"images and videos cannot be shared by the {state.config.engine_tp_size} ranks of an engine. "
+            f"Instead: use engine_tp_size=1."
+        )
+
+
+def requests_of_group(
+    requests: Sequence[Request], packed: Mapping[str, Tensor], rank: int, group: range, gather: AllGather
+) -> list[Request]:
+    """Those of all ranks of the group, in rank order. ``packed``: this rank's own, by :func:`packed_ids`."""
+    parts = gather(dict(packed))
+    gathered: list[Request] = []
+    for each in group:
+        gathered += requests if each == rank else unpacked_ids(parts["lengths"][each], parts["ids"][each])
+    return gathered
+
+
+def packed_ids(requests: Sequence[Request]) -> dict[str, Tensor]:
+    """All token ids one behind another, int32, which holds every vocabulary in half the bytes; int64 [requests] lengths."""
+    ids = bytearray()
+    for index, request in enumerate(requests):
+        try:
+            ids += pack(f"{len(request.prompt_token_ids)}i", *request.prompt_token_ids)
+        except PackingError as error:
+            raise EngineError(
+                f"prompt {index} has a token id that is in no vocabulary: {error}. Encode it with the model's tokenizer."
+            ) from error
+    return {
+        "lengths": torch.tensor([len(request.prompt_token_ids) for request in requests], dtype=torch.int64),
+        "ids": torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32),
+    }
+
+
+def unpacked_ids(lengths: Tensor, ids: Tensor) -> list[Request]:
+    """Undoes it. Where ids repeat, equal ones are one object: to make a million takes longer than all the rest."""
+    flat = ids.numpy()
+    ends = lengths.cumsum(0).tolist()
+    rows = np.split(flat, ends)[:-1]  # what is left after the last end is empty
+    if flat.min(initial=0) < 0 or flat.max(initial=0) >= flat.size:
+        return [Request(tuple(row.tolist())) for row in rows]
+    numbers = np.arange(flat.max(initial=0) + 1).astype(object)
+    return [Request(tuple(numbers.take(row).tolist())) for row in rows]
+
+
+@contextmanager
+def on_all_ranks(run: RunState, gather: AllGather, operation: str) -> Iterator[None]:
+    """What fails on one rank inside is an error on all of them, so that none waits for one that is gone."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if run.world.world_size == 1:
+        if failure is not None:
+            raise failure
+        return
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    failed = {rank: each for rank, each in enumerate(gather(as_bytes(text))) if len(each)}
+    if failure is not None:
+        raise failure
+    if failed:
+        told = [f"rank {rank}: {bytes(each.tolist()).decode()}" for rank, each in failed.items()]
+        raise EngineError(f"{operation} failed elsewhere:{listed(told)}")
+
+
+def as_bytes(text: str) -> Tensor:
+    """UTF-8, as a tensor that can be gathered."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)

@@ -99,6 +99,8 @@ class StrategyConfig:
     """Share of the device's memory that the engine may use."""
     weight_sync_bucket_mb: int = field(default=256, metadata=about("engine", "engine", COUNT))
     """Weights go to the engine in pieces of at most this many megabytes (10**6 bytes)."""
+    verify_weight_sync: bool = field(default=False, metadata=about("engine", "every backend"))
+    """After each update, compare the engine's log-probabilities of a probe with the trainer's, and raise if they drift."""
 
     actor_learning_rate: float = field(default=1e-5, metadata=about("optimizer", "trainer", NOT_NEGATIVE))
     """AdamW's learning rate of the policy."""

@@ -84,6 +84,8 @@ class EngineState:
     said_no_sleep: bool = False
     """The one warning about an engine that cannot sleep was given."""
     rollouts: int = 0
+    weight_version: int = 0
+    """How many updates of its weights have come."""
 
 
 @define(eq=False)

@@ -1,0 +1,1 @@
+# What lightrft calls of SGLang, which takes both checkers minutes to follow.

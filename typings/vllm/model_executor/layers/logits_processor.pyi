@@ -1,0 +1,3 @@
+from torch.nn import Module
+
+class LogitsProcessor(Module): ...

@@ -1,0 +1,7 @@
+from torch.nn import Module
+
+class QuantizeMethodBase:
+    def process_weights_after_loading(self, layer: Module) -> None: ...
+
+class ParallelLMHead(Module):
+    quant_method: QuantizeMethodBase
