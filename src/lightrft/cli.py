@@ -1,4 +1,4 @@
-"""``lightrft demo | train | checkpoints | export | doctor``: the only file that prints.
+"""``lightrft demo | train | checkpoints | export | conformance | check | doctor``: the only file that prints.
 
 A user's mistake is a message on stderr and exit code 2 (``--debug`` shows the traceback); Ctrl-C saves and gives 130.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from attrs import evolve, frozen
 
-from lightrft.errors import USER_ERRORS, CheckpointError, ConfigError
+from lightrft.errors import USER_ERRORS, CheckpointError, ConfigError, missing
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -35,6 +35,8 @@ USAGE = """usage: lightrft COMMAND [options]
   train        train your model on your task, with any setting
   checkpoints  what is in a directory of checkpoints, whole or damaged
   export       turn a checkpoint into a Hugging Face directory
+  conformance  prove that a backend or an engine keeps the laws, yours too
+  check        type-check your trainer against the Strategy
   doctor       what this machine can run, and how to get what is missing
 
 `lightrft COMMAND --help` lists the options of a command."""
@@ -386,8 +388,49 @@ class DoctorOptions:
     """Show which backends and engines this machine can run, versions, devices, and how to get what is missing."""
 
 
+def conformance(words: Sequence[str]) -> int:
+    """``lightrft conformance``."""
+    from importlib.util import find_spec
+
+    from rich.console import Console
+
+    if find_spec("hypothesis") is None:
+        raise missing("hypothesis", "conformance", "lightrft conformance")
+    from lightrft.conformance import command
+
+    return command.conformance(parse(command.ConformanceOptions, words, "lightrft conformance"), Console())
+
+
+@frozen(kw_only=True)
+class CheckOptions:
+    """Type-check your trainer: what mypy finds that is about lightrft, and operations that not all ranks reach. Exit code 1 if
+    there is any."""
+
+    paths: tuple[str, ...]
+    """Files, directories or packages that can be imported; nothing of them is run."""
+    debug: bool = False
+    """Show tracebacks and debug logs."""
+
+
+def check(words: Sequence[str]) -> int:
+    """``lightrft check``."""
+    from lightrft.typecheck import check_files
+
+    report = check_files(parse(CheckOptions, words, "lightrft check").paths)
+    print(report)
+    return report.exit_code
+
+
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
-    {"demo": demo, "train": train, "checkpoints": checkpoints, "export": export, "doctor": doctor}
+    {
+        "demo": demo,
+        "train": train,
+        "checkpoints": checkpoints,
+        "export": export,
+        "conformance": conformance,
+        "check": check,
+        "doctor": doctor,
+    }
 )
 
 

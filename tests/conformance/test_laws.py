@@ -8,13 +8,14 @@ from contextlib import ExitStack
 import pytest
 from attrs import evolve
 
-from conformance import branches
 from lightrft.backends import deepspeed, fake, fsdp, local
-from lightrft.conformance.law import Law, Target, check
+from lightrft.conformance.law import Capability, Law, Target, applies, check
 from lightrft.conformance.laws import LAWS
 from lightrft.conformance.pool import RankPool, rank_pool
 
-IN_PROCESS = (Target(name="fake", build=fake.build), Target(name="local", build=local.build))
+OF_FAKE: frozenset[Capability] = frozenset({"checkpoints"})
+"""F1: no engine unless it is given one; F2: it leaves the model's precision alone."""
+IN_PROCESS = (Target(name="fake", build=fake.build, capabilities=OF_FAKE), Target(name="local", build=local.build))
 ON_RANKS = (
     Target(name="fsdp", build=fsdp.build, examples=10),
     *(
@@ -45,7 +46,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "3-zpg": {"zero_stage": 3, "zpg": 2},
 }
 """What else DeepSpeed is told: it must not change the numbers."""
-OF_OPTIONS = ("T1: the", "T1: what", "T1: all", "T3", "T4", "T6: an MLP", "T7", "FC21: zero_grad", "K1")
+OF_OPTIONS = ("T1: the", "T1: what", "T1: all", "T3", "T4", "T6: an MLP", "T7", "T7 FC21: zero_grad", "K1")
 """The laws that such an option could break."""
 
 
@@ -61,21 +62,17 @@ def pools() -> Iterator[dict[tuple[str, int], RankPool]]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("law", [*LAWS, *branches.LAWS], ids=lambda law: law.name)
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_law(law: Law, target: Target, pools: dict[tuple[str, int], RankPool]) -> None:
-    if law.bf16 and target.name == "fake":
-        pytest.skip("F2: the fake leaves the model's precision alone")
-    if law.needs_engine and target.name == "fake":
-        pytest.skip("F1: the fake has no engine unless it is given one")
+    if not applies(law, target):
+        pytest.skip(f"{target.name} is without {law.needs}")
     pool = None if target in IN_PROCESS else pools[target.name.split("-")[0], target.world_size]
     check(law, target, pool)
 
 
 @pytest.mark.backends
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(
-    "law", [law for law in (*LAWS, *branches.LAWS) if law.name.startswith(OF_OPTIONS)], ids=lambda law: law.name
-)
+@pytest.mark.parametrize("law", [law for law in LAWS if law.name.startswith(OF_OPTIONS)], ids=lambda law: law.name)
 def test_law_with_options(law: Law, option: str, pools: dict[tuple[str, int], RankPool]) -> None:
     target = Target(name=option, build=deepspeed.build, world_size=2, fields=OPTIONS[option], examples=3)
     check(law, target, pools["deepspeed", 2])

@@ -222,8 +222,12 @@ def test_a_group_out_of_step_is_replaced(pool: RankPool) -> None:
 def test_a_rank_that_hangs_is_named_within_the_time_limit(pool: RankPool) -> None:
     pids = pool.run(os.getpid)
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 0 returned 17\n  - rank 1 gave no answer within 0.5 s"):
+    with pytest.raises(RankFailure, match=r"rank 0 returned 17\n  - rank 1 gave no answer within 0.5 s") as caught:
         pool.run_within(0.5, pool_bodies.hang_on_rank_1)
+    assert caught.value.hung == (1,)
+    stood = str(caught.value).partition("rank 1 stood at:")[2]
+    assert "in hang_on_rank_1" in stood
+    assert "_leave_with_parent" not in stood
     assert time.monotonic() - start < 3.0
     assert all(map(gone, pids))
 

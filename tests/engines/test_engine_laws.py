@@ -3,63 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import pytest
-from torch.nn import Module
 
-from lightrft.conformance.engines import (
-    ENGINE_LAWS,
-    LIMIT,
-    EngineLaw,
-    Letters,
-    MakeEngine,
-    check_engine,
-    named,
-    small_model,
-)
-from lightrft.engines.hf import hf, hf_copy
-from lightrft.engines.protocol import Engine
-from lightrft.engines.scripted import scripted
+from lightrft.conformance.engine_run import make_hf, make_hf_copy, make_scripted
+from lightrft.conformance.engines import ENGINE_LAWS, EngineLaw, MakeEngine, check_engine, named, small_model
 
 pytest.importorskip("transformers")
 
 LAWS = [pytest.param(law, id=law.name) for law in ENGINE_LAWS]
 
 
-def model_in(directory: Path) -> Module:
-    from transformers import AutoModelForCausalLM
-
-    return cast("Module", AutoModelForCausalLM.from_pretrained(directory))
-
-
-def shared(directory: Path, tokenizer: Letters | None) -> Engine:
-    return hf(model_in(directory), tokenizer)
-
-
-def copied(directory: Path, tokenizer: Letters | None) -> Engine:
-    model = model_in(directory)
-    engine = hf_copy(model, tokenizer)
-    engine.update_weights(named(model))
-    return engine
-
-
-def script(directory: Path, tokenizer: Letters | None) -> Engine:
-    return scripted(max_model_len=LIMIT)
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("make", [shared, copied])
+@pytest.mark.parametrize("make", [make_hf, make_hf_copy])
 @pytest.mark.parametrize("law", LAWS)
 def test_hf_obeys(law: EngineLaw, make: MakeEngine, tied: bool, tmp_path: Path) -> None:
     if not check_engine(law, make, tmp_path, tied=tied):
         assert law.updates
-        assert make is shared
+        assert make is make_hf
 
 
 @pytest.mark.parametrize("law", LAWS)
 def test_scripted_obeys(law: EngineLaw, tmp_path: Path) -> None:
-    assert check_engine(law, script, tmp_path, computes=False) != law.computes
+    assert check_engine(law, make_scripted, tmp_path, computes=False) != law.computes
 
 
 def test_the_models_of_the_laws_differ_and_are_tied_as_asked() -> None:

@@ -15,7 +15,7 @@ from lightrft.conformance.engines import Letters, named, save, small_model
 from lightrft.engines import sglang_process as host
 from lightrft.engines.expected_weights import expected_weights, first_names, model_of, refuse_misfits, write_config
 from lightrft.engines.protocol import Sampling
-from lightrft.engines.sglang import buckets, completion, in_words_of_sglang
+from lightrft.engines.sglang import completion, in_words_of_sglang
 from lightrft.errors import EngineError
 
 pytest.importorskip("transformers")
@@ -39,17 +39,6 @@ def test_R3_what_is_packed_arrives_bit_for_bit(kinds: list[tuple[torch.dtype, li
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         assert torch.equal(one, other)
-
-
-def test_R3_FC34_buckets_are_bounded_and_everything_arrives() -> None:
-    small = [(f"small {place}", torch.zeros(256)) for place in range(200)]
-    assert len(list(buckets(small, 64_000))) <= 5
-    mixed = [*small[:3], ("large", torch.zeros(50_000)), ("empty", torch.zeros(0)), *small[3:5]]
-    some = list(buckets(iter(mixed), 2048))
-    assert [name for bucket in some for name, _ in bucket] == [name for name, _ in mixed]
-    sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in some]
-    assert sizes == [2048, 1024, 200_000, 2048]
-    assert list(buckets([], 10)) == []
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -6,7 +6,6 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightrft.conformance.engines import Letters
 from lightrft.engines.expected_weights import Model
 from lightrft.engines.protocol import Capabilities, Completion, Request, Sampling
 from lightrft.engines.stops import string_end
-from lightrft.engines.vllm import VllmEngine, VllmState, buckets
+from lightrft.engines.vllm import VllmEngine, VllmState
 from lightrft.engines.vllm_setup import check_world, environment, parts_of_vllm, remove_dead_segments
 from lightrft.errors import EngineError, MissingDependency, UnsupportedOperation
 from lightrft.ops.world import World
@@ -237,24 +236,6 @@ def test_R2_FC32_what_does_not_fit_is_named_and_nothing_half_is_served(
             engine.generate([Request((5,))], Sampling())
         engine.update_weights(WHOLE)
     assert len(engine.generate([Request((5,))], Sampling())) == 1
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.sampled_from([torch.float32, torch.bfloat16, torch.int64])), max_size=9),
-    st.integers(1, 200),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_R3_FC34_buckets_hold_every_tensor_once_within_the_bound(
-    sizes: list[tuple[int, torch.dtype]], bound: int, dtype: torch.dtype
-) -> None:
-    pairs = [(str(place), torch.ones(size, dtype=kind)) for place, (size, kind) in enumerate(sizes)]
-    made = list(buckets(pairs, bound, dtype))
-    assert [name for bucket in made for name, _ in bucket] == [name for name, _ in pairs]
-    assert all(len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= bound for bucket in made)
-    assert all(sum(t.nbytes for _, t in one) + other[0][1].nbytes > bound for one, other in pairwise(made))
-    for (_, before), (_, after) in zip(pairs, (pair for bucket in made for pair in bucket), strict=True):
-        assert after.dtype == (dtype if before.is_floating_point() else before.dtype)
-        assert after is before or after.dtype != before.dtype
 
 
 def test_FC34_two_hundred_small_weights_take_five_calls() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
 from typing import assert_type
 
 import torch
@@ -14,9 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft import FakeStrategy, StepOutcome, Strategy, StrategyConfig, get_fake_strategy, get_strategy
 from lightrft.backends import fake, local
-from lightrft.engines.protocol import Completion, Engine
+from lightrft.engines.protocol import Completion, Engine, Sampling
 from lightrft.engines.scripted import scripted
-from lightrft.strategy.protocol import BuildStrategy, Collectives, Facts, Ranks
+from lightrft.strategy.protocol import BuildStrategy, Collectives, Facts, MemoryReport, PretrainedTokenizer, Ranks
 from lightrft.strategy.record import StrategyRecord, bind
 
 builders: list[BuildStrategy] = [fake.build, local.build]
@@ -82,6 +84,38 @@ def the_rest(strategy: Strategy, model: nn.Module, optimizer: torch.optim.AdamW)
     assert_type(completions, list[Completion])
     assert_type(strategy.is_rank_0(), bool)
     assert_type(strategy.seed, int)
+
+
+def ranks_meet(strategy: Strategy, timeout: timedelta) -> None:
+    strategy.setup_distributed(timeout, num_gpu_per_node=4)
+    strategy.print("step", 3, None)
+    strategy.barrier()
+    assert_type(strategy.get_rank(), int)
+    strategy.close()
+
+
+def models_and_memory(
+    strategy: Strategy, model: nn.Linear, optimizer: torch.optim.AdamW, tokenizer: PretrainedTokenizer, path: Path
+) -> None:
+    assert_type(strategy.get_grad_norm(model), float)
+    assert_type(strategy.setup_dataloader([1, 2], 2, collate_fn=sum), torch.utils.data.DataLoader[int])
+    strategy.save_model(model, tokenizer, path, safe_serialization=True)
+    strategy.save_model(model, None, "model")
+    strategy.load_model(model, path, "cpu", strict=True, key_replace_fn=dict)
+    assert_type(strategy.maybe_load_optimizer(optimizer, "cpu"), torch.optim.AdamW)
+    assert_type(strategy.offload_model(model), nn.Linear)
+    assert_type(strategy.reload_model(model), nn.Linear)
+    assert_type(strategy.report_memory("after loading"), MemoryReport)
+    assert_type(strategy.report_memory().device_peak, int | None)
+
+
+def rollouts(strategy: Strategy, model: nn.Module) -> None:
+    strategy.update_engine_weights(model)
+    strategy.maybe_sleep_inference_engine()
+    strategy.wakeup_inference_engine()
+    completions = strategy.engine_generate_local(Sampling(n=2), prompt_token_ids=[(1, 2)])
+    assert_type(completions, list[Completion])
+    assert_type(completions[0].logprobs, tuple[float, ...] | None)
 
 
 def half(scale: float, value: float) -> float:

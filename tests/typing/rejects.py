@@ -31,6 +31,34 @@ def wrong_calls(strategy: Strategy, model: nn.Linear, optimizer: Optimizer, x: T
     strategy.setup_inference_engine(None, "hf", model).close()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def wrong_calls_of_the_rest(strategy: Strategy, model: nn.Linear, optimizer: Optimizer, x: Tensor) -> None:
+    strategy.setup_distributed(60)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.is_rank_0(0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.get_rank("group")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.print(end="")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.barrier(strategy.device)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.close(force=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.broadcast(x, 0.5)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    strategy.prepare_models_and_optimizers(model, None, None, None, None)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    strategy.get_grad_norm(optimizer)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.unwrap_model(optimizer)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.init_model_context("meta")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.setup_dataloader([1, 2], batch_size="2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.moving_average(model, beta=0.9)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.load_ckpt(model, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.save_model(model, "dir")  # type: ignore[arg-type, call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.load_model("dir", model)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.maybe_offload_optimizer(model)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    strategy.maybe_load_optimizer(optimizer, 0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.offload_model(optimizer)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    strategy.reload_model((model, optimizer))  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    strategy.report_memory(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.update_engine_weights(x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    strategy.maybe_sleep_inference_engine(2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.wakeup_inference_engine(level=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    strategy.gather_and_generate(None, [1, 2])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+
+
 def wrong_outputs(strategy: Strategy, x: Tensor) -> None:
     number: float = strategy.all_reduce(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
     whole: int = strategy.all_reduce(1)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]

@@ -14,10 +14,11 @@ from torch import Tensor
 from lightrft.conformance.law import Law, Make
 from lightrft.conformance.probes import refused
 from lightrft.ops.collectives import weighted_mean
+from lightrft.strategy.protocol import ReduceOp
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTS = (torch.int64, torch.int32, torch.uint8, torch.bool)
-OPS = ("mean", "sum", "max", "min")
+OPS: tuple[ReduceOp, ...] = ("mean", "sum", "max", "min")
 
 
 @st.composite
@@ -97,6 +98,23 @@ def reduces(make: Make, tree: Any, op: Any) -> None:
             result.fill_(1)
     for leaf, old in zip(leaves(mine), before, strict=True):
         expect_equal(leaf, old)
+
+
+def every_operation_by_key(make: Make) -> None:
+    """Not by the place in which a rank has a key, and on every rank."""
+    strategy = make()
+
+    def mine(rank: int) -> dict[str, Any]:
+        tree = {"loss": 3.0 * rank, "tokens": 10 - rank}
+        return tree if rank % 2 == 0 else dict(reversed(tree.items()))
+
+    def nested(rank: int) -> dict[str, Any]:
+        return {"of": mine(rank), "x": torch.tensor([1.0 + rank, -2.0]), "y": rank == 0}
+
+    for op in OPS:
+        for tree in (mine, nested):
+            found: Any = strategy.all_reduce(tree(strategy.get_rank()), op)
+            expect_equal(found, reduced([tree(rank) for rank in range(strategy.world_size)], op))
 
 
 def integers_stay_exact(make: Make, op: Any, value: int) -> None:
@@ -213,17 +231,18 @@ KINDS = st.sampled_from([np.float64(1.5), np.float32(1.5), np.int64(3), np.bool_
 LAWS = (
     Law("G1 FC22: reduces, keeps structure and dtype, shares nothing", reduces,
         {"tree": trees, "op": st.sampled_from(OPS)}),
+    Law("G1: every operation, by key", every_operation_by_key),
     Law("G1 FC23: integers stay exact", integers_stay_exact,
         {"op": st.sampled_from(["sum", "max", "min"]), "value": st.sampled_from([2**63 - 1, 2**53 + 1, -(2**63)])}),
-    Law("FC23: the mean of integers is a float", mean_of_integers),
-    Law("FC24: numbers of other kinds on other ranks", kinds_of_numbers, {"value": KINDS}),
+    Law("G1 FC23: the mean of integers is a float", mean_of_integers),
+    Law("G1 FC24: numbers of other kinds on other ranks", kinds_of_numbers, {"value": KINDS}),
     Law("G1: refuses before anything is sent", refuses_before_sending),
     Law("G2: gathers in rank order", gathers, {"tree": trees}),
     Law("G2: gathers what differs in shape", gathers_other_shapes,
         {"sizes": st.lists(st.integers(0, 4), min_size=2, max_size=3),
          "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.int64])}),
-    Law("FC14: gathers what is empty on one rank", empty_on_one_rank),
+    Law("G2 FC14: gathers what is empty on one rank", empty_on_one_rank),
     Law("G3: reduce and gather agree", reduce_and_gather_agree, {"x": tensors(), "factor": st.integers(0, 3)}),
-    Law("broadcast copies from any rank", broadcasts, {"tree": trees}),
-    Law("FC46: weighted_mean is the true mean", true_mean),
+    Law("G5: broadcast copies from any rank", broadcasts, {"tree": trees}),
+    Law("G6 FC46: weighted_mean is the true mean", true_mean),
 )  # fmt: skip

@@ -62,12 +62,15 @@ class EngineLaw:
     """About what the model computes: not for an engine that computes nothing."""
     updates: bool = False
     """About weights of the engine's own."""
+    seeds: bool = False
+    """About draws that a seed repeats."""
 
 
 def applies(law: EngineLaw, engine: Engine, *, computes: bool = True) -> bool:
     """Whether ``law`` can be checked on ``engine``."""
     own_weights = engine.capabilities.weight_update and not engine.capabilities.shares_weights
-    return (computes or not law.computes) and (own_weights or not law.updates)
+    heeds_seeds = engine.capabilities.seeds
+    return (computes or not law.computes) and (own_weights or not law.updates) and (heeds_seeds or not law.seeds)
 
 
 def check_engine(
@@ -442,9 +445,9 @@ ENGINE_LAWS: tuple[EngineLaw, ...] = (
     EngineLaw("R7: top_k of one and a tiny top_p are greedy", one_choice_is_greedy),
     EngineLaw("R7: log-probabilities are those at the temperature, before the filters", logprobs_before_the_filters),
     EngineLaw("R7: draws follow the distribution at the temperature", draws_follow_the_distribution),
-    EngineLaw("R7: a seed repeats", a_seed_repeats),
+    EngineLaw("R7: a seed repeats", a_seed_repeats, seeds=True),
     EngineLaw("R7 FC42: without a seed no two calls are the same", without_a_seed_it_varies),
-    EngineLaw("R7: a seeded request draws the same in any batch", a_request_has_its_own_draws),
+    EngineLaw("R7: a seeded request draws the same in any batch", a_request_has_its_own_draws, seeds=True),
     EngineLaw("R7: a stop token ends a completion and stays in it", stop_tokens),
     EngineLaw("R7: a stop string ends a completion at the token that completes it", stop_strings),
 )

@@ -177,7 +177,7 @@ LAWS = (
     Law("T6: a two-layer Qwen2 ends where torch in one process ends", language_model_parity,
         {"micro": st.sampled_from([1, 2])}),
     Law("W4: made without memory", made_without_memory),
-    Law("T10: a thousand small updates are not lost", small_updates_are_not_lost, bf16=True),
-    Law("T10: forward is in bfloat16", computes_in_bf16, bf16=True),
-    Law("T10: gradients add up in fp32", gradients_add_up_in_fp32, bf16=True),
+    Law("T10: a thousand small updates are not lost", small_updates_are_not_lost, needs="bf16"),
+    Law("T10: forward is in bfloat16", computes_in_bf16, needs="bf16"),
+    Law("T10: gradients add up in fp32", gradients_add_up_in_fp32, needs="bf16"),
 )  # fmt: skip

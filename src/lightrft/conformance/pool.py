@@ -8,8 +8,8 @@ Parent and rank speak plain pickle over one pipe a rank. What may go wrong, and 
 - Ranks raise. Where all of them raised one type, ``run`` raises that exception of the lowest of them, with a note that
   holds every rank's traceback: ``pytest.raises(ValueError)`` works as without the pool. Otherwise, or where the exception
   does not survive pickle, it raises ``RankFailure``.
-- A rank ends, or does not answer in time. ``run`` raises ``RankFailure``, unless other ranks raised first: those that wait
-  for a rank that raised are its victims, and its exception is the news.
+- A rank ends, or does not answer in time. ``run`` raises ``RankFailure``, which shows where the silent ones stood, unless
+  other ranks raised first: those that wait for a rank that raised are its victims, and its exception is the news.
 - Once a rank failed, the others have ``GRACE_S`` seconds to answer too. If all do and a barrier shows that their process
   group is in step, they serve on. If not, all are killed, and the next run starts new ones.
 
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
@@ -48,6 +49,7 @@ from lightrft.conformance.rank import (
     Silent,
     Stop,
     serve,
+    stacks_file,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ GRACE_S = 2.0
 """Seconds that the other ranks have to answer after the first one failed."""
 IN_STEP_S = 2.0
 """Seconds for the barrier after a failure."""
+STACKS_S = 1.0
+"""Seconds to wait for a silent rank to write where it stands."""
 STOP_S = 10.0
 """Seconds for ranks to leave by themselves."""
 
@@ -69,8 +73,11 @@ _log = logging.getLogger("lightrft.conformance")
 class RankFailure(RuntimeError):
     """Ranks failed in a way that no single exception tells: the text has a line for each rank, then the tracebacks.
 
-    ``__cause__`` is the exception of the lowest rank that raised, if it survives pickle.
+    ``__cause__`` is the exception of the lowest rank that raised, if it survives pickle. ``hung`` are the ranks that gave
+    no answer in time.
     """
+
+    hung: tuple[int, ...] = ()
 
 
 @define(eq=False)
@@ -89,6 +96,7 @@ class RankPool:
     world_size: int
     timeout: float
     environ: Mapping[str, str]
+    output: Path | None = None
     _crew: Crew | None = None
 
     def __enter__(self) -> RankPool:
@@ -145,7 +153,7 @@ class RankPool:
             atexit.register(self.close)
             self._crew = crew = Crew(tempfile.mkdtemp(prefix="lightrft-pool-"))
             try:
-                _start(crew, self.world_size, self.timeout, self.environ)
+                _start(crew, self.world_size, self.timeout, self.environ, self.output)
                 outcomes = _collect(crew, {}, START_S)
             except BaseException:
                 self._kill()
@@ -169,28 +177,32 @@ class RankPool:
             atexit.unregister(self.close)
 
 
-def rank_pool(world_size: int, *, timeout: float = 60.0, environ: Mapping[str, str] | None = None) -> RankPool:
+def rank_pool(
+    world_size: int, *, timeout: float = 60.0, environ: Mapping[str, str] | None = None, output: Path | None = None
+) -> RankPool:
     """A pool of ``world_size`` processes in one gloo process group: a context manager that starts them at the first run.
 
     ``timeout``: seconds for a run, and for a collective of the process group. ``environ`` is added to each rank's
     environment, beside RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, before torch is imported. Each rank computes in
-    one thread. What a run leaves behind in a process (modules, environment) the next run finds. In a script, make the
-    pool under ``if __name__ == "__main__"``: ranks start by spawn.
+    one thread. ``output``: a file to which ranks append what they would write to the terminal. What a run leaves behind in
+    a process (modules, environment) the next run finds. In a script, make the pool under ``if __name__ == "__main__"``:
+    ranks start by spawn.
     """
     if world_size < 1:
         raise ValueError(f"a rank pool needs at least one rank, and world_size is {world_size}")
     if timeout <= 0:
         raise ValueError(f"the timeout of a rank pool is a number of seconds above 0, not {timeout}")
-    return RankPool(world_size, timeout, dict(environ or {}))
+    return RankPool(world_size, timeout, dict(environ or {}), output)
 
 
-def _start(crew: Crew, world_size: int, timeout: float, environ: Mapping[str, str]) -> None:
+def _start(crew: Crew, world_size: int, timeout: float, environ: Mapping[str, str], output: Path | None) -> None:
     context = get_context("spawn")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            seat = Seat(rank, world_size, timeout, crew.directory, os.getpid(), environ)
+            file = None if output is None else str(output.absolute())
+            seat = Seat(rank, world_size, timeout, crew.directory, os.getpid(), environ, file)
             process = context.Process(target=serve, args=(seat, theirs), name=f"lightrft-rank-{rank}")
             process.start()
             crew.processes.append(process)
@@ -255,8 +267,23 @@ def _collect(crew: Crew, known: Mapping[int, Outcome], seconds: float) -> list[O
                 deadline = grace_ends
                 why = f"gave no answer within {GRACE_S:g} s after rank {rank} failed; it may be waiting for it"
             failed = failed or not isinstance(outcome, Returned)
-    outcomes.update({rank: Silent(why) for rank in waiting.values()})
+    outcomes.update({rank: Silent(why, _stacks(crew, rank)) for rank in waiting.values()})
     return [outcomes[rank] for rank in range(len(crew.pipes))]
+
+
+def _stacks(crew: Crew, rank: int) -> str:
+    """Where the threads of a rank stand, but the one that watches the parent; empty if it does not say."""
+    process, file = crew.processes[rank], Path(stacks_file(crew.directory, rank))
+    if process.pid is None or not process.is_alive() or not file.exists():
+        return ""
+    os.kill(process.pid, signal.SIGUSR1)
+    deadline, text = time.monotonic() + STACKS_S, ""
+    # It is whole when the thread that Python started with has been written, which comes last.
+    while time.monotonic() < deadline and "in <module>" not in text:
+        time.sleep(0.02)
+        text = file.read_text(errors="replace")
+    threads = [thread for thread in text.strip().split("\n\n") if "_leave_with_parent" not in thread]
+    return "\n\n".join(threads)
 
 
 def _ended(process: SpawnProcess) -> Ended:
@@ -271,6 +298,8 @@ def _failure(what: str, outcomes: Sequence[Outcome]) -> BaseException:
     text = f"{what}: {failed} of {len(outcomes)} ranks failed"
     text += "".join(f"\n  - rank {rank} {_told(outcome)}" for rank, outcome in enumerate(outcomes))
     text += "".join(f"\n\nrank {rank}: {outcome.traceback.rstrip()}" for rank, outcome in raised.items())
+    stacks = {rank: outcome.stacks for rank, outcome in enumerate(outcomes) if isinstance(outcome, Silent)}
+    text += "".join(f"\n\nrank {rank} stood at:\n{stack}" for rank, stack in stacks.items() if stack)
 
     errors = [None if outcome.payload is None else _error(outcome.payload) for outcome in raised.values()]
     first = errors[0] if errors else None
@@ -282,6 +311,7 @@ def _failure(what: str, outcomes: Sequence[Outcome]) -> BaseException:
         first.add_note(text)
         return first
     failure = RankFailure(text)
+    failure.hung = tuple(stacks)
     failure.__cause__ = first
     return failure
 
@@ -294,8 +324,8 @@ def _told(outcome: Outcome) -> str:
             return f"raised {summary}"
         case Ended():
             return str(outcome)
-        case Silent(text):
-            return text
+        case Silent():
+            return outcome.text
 
 
 def _error(payload: bytes) -> BaseException:

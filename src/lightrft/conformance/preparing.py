@@ -11,16 +11,20 @@ from torch.nn.functional import mse_loss
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
+from lightrft.conformance.checkpoints import shared_directory
 from lightrft.conformance.law import Law, Make
 from lightrft.conformance.probes import (
     batch,
     close_to,
+    column,
     furthest,
+    line,
     mlp,
     refused,
     same,
     sgd,
     update,
+    weight,
     weights,
 )
 
@@ -124,6 +128,24 @@ def moving_average(make: Make, accumulation: int, beta: float, sharded: bool) ->
         assert difference <= 1e-6, f"the average is off by {difference}"
 
 
+def an_average_after_a_load(make: Make) -> None:
+    """A checkpoint sets the number of updates back; the average goes on with those that are applied."""
+    strategy = make(train_batch_size=make().world_size, max_norm=0.0)
+    model, average = line(1.0), line(1.0)
+    model, optimizer = strategy.prepare((model, sgd(model)))
+    average = strategy.prepare(average.eval().requires_grad_(False))
+    seen = []
+    with shared_directory(strategy) as directory:
+        strategy.save_ckpt(model, directory)
+        for _ in range(2):
+            strategy.backward(model(column(1.0)).mean(), model, optimizer)
+            strategy.optimizer_step(optimizer, model)
+            strategy.moving_average(model, average, beta=0.5)
+            seen.append(weight(strategy, average))
+            strategy.load_ckpt(model, directory)
+    assert seen == [0.5, 0.25], f"the average went through {seen}, not through 0.5 and 0.25"
+
+
 def four_models(make: Make) -> None:
     world = make().world_size
     strategy = make(
@@ -172,6 +194,22 @@ def offload_before_the_first_step(make: Make) -> None:
     assert same(*found)
 
 
+def offload_between_updates(make: Make) -> None:
+    """It moves what the optimizer remembers, and keeps it."""
+    found = []
+    for offload in (False, True):
+        strategy = make(train_batch_size=make().world_size)
+        model = mlp()
+        model, optimizer = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-2)))
+        for seed in range(3):
+            update(strategy, model, optimizer, batch(strategy.train_batch_size, seed))
+            if offload:
+                assert strategy.maybe_offload_optimizer(optimizer) is optimizer
+                assert strategy.maybe_load_optimizer(optimizer) is optimizer
+        found.append(weights(strategy, model))
+    assert same(*found), f"parameters differ by {furthest(*found)}"
+
+
 def backward_after_offload(make: Make) -> None:
     strategy = make(train_batch_size=make().world_size)
     model = mlp()
@@ -185,14 +223,16 @@ def backward_after_offload(make: Make) -> None:
 
 LAWS = (
     Law("T9: groups hold each trainable parameter once", groups_hold_each_parameter_once),
-    Law("FC19: betas are a tuple of floats", betas_are_floats),
+    Law("C2 FC19: betas are a tuple of floats", betas_are_floats),
     Law("T11: order, arity, None, eval models, nothing twice", order_and_arity),
     Law("T11: the other order of calls works, or says what is missing", the_other_order),
     Law("T11: another model's optimizer is refused", foreign_optimizer),
-    Law("backward says what is wrong with a loss", losses_that_cannot_be),
-    Law("backward on an offloaded model is refused", backward_after_offload),
+    Law("T13: backward says what is wrong with a loss", losses_that_cannot_be),
+    Law("M1: backward on an offloaded model is refused", backward_after_offload),
     Law("T12: the moving average moves once per applied update", moving_average,
         {"accumulation": st.integers(1, 2), "beta": st.sampled_from([0.0, 0.5, 0.9, 1.0]), "sharded": st.booleans()}),
-    Law("actor, critic, reward and reference models together", four_models),
-    Law("FC44: offload before the first step", offload_before_the_first_step),
+    Law("T12: an average goes on after a load", an_average_after_a_load, needs="checkpoints"),
+    Law("T11: actor, critic, reward and reference models together", four_models),
+    Law("M1 FC44: offload before the first step", offload_before_the_first_step),
+    Law("M1: offload between updates loses nothing", offload_between_updates),
 )  # fmt: skip

@@ -5,6 +5,7 @@ Everything here is sent as plain pickle over one pipe a rank.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import os
@@ -40,6 +41,8 @@ class Seat:
     directory: str
     parent: int
     environ: Mapping[str, str]
+    output: str | None = None
+    """A file that gets all that the rank would write to the terminal."""
 
 
 @frozen
@@ -96,6 +99,8 @@ class Silent:
     """A rank gave no answer in time."""
 
     text: str
+    stacks: str = ""
+    """Where its threads stood."""
 
 
 Answer: TypeAlias = Returned | Raised
@@ -111,7 +116,13 @@ def serve(seat: Seat, pipe: Connection) -> None:
     # signal blocked, since the imports before this line take their time.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    stacks = open(stacks_file(seat.directory, seat.rank), "w")  # noqa: SIM115  # as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_leave_with_parent, args=(seat,), daemon=True).start()
+    if seat.output is not None:
+        output = os.open(seat.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
     os.environ.update(seat.environ)
     places = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size}
     os.environ.update({f"{local}{name}": str(value) for name, value in places.items() for local in ("", "LOCAL_")})
@@ -129,6 +140,11 @@ def serve(seat: Seat, pipe: Connection) -> None:
         # Ranks that end without both of these abort now and then.
         dist.barrier()
         dist.destroy_process_group()
+
+
+def stacks_file(directory: str, rank: int) -> str:
+    """Where a rank writes its stacks when it gets SIGUSR1."""
+    return os.path.join(directory, f"stacks-{rank}")
 
 
 def _leave_with_parent(seat: Seat) -> None:

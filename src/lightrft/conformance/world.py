@@ -22,7 +22,7 @@ from lightrft.errors import ConfigError
 def ranks_are_what_they_are(make: Make) -> None:
     strategy = make()
     assert strategy.all_gather(strategy.get_rank()) == list(range(strategy.world_size))
-    assert strategy.is_rank_0() is (strategy.get_rank() == 0)
+    assert strategy.all_gather(strategy.is_rank_0()) == [rank == 0 for rank in range(strategy.world_size)]
     strategy.barrier()
 
 
@@ -41,6 +41,7 @@ def set_up_and_closed_twice(make: Make) -> None:
     threads = threading.active_count()
     group = dist.is_initialized()
     strategy = make()
+    torch.rand(3)
     state = torch.get_rng_state()
     strategy.setup_distributed()
     assert torch.equal(state, torch.get_rng_state()), "set up again, it seeded again"
@@ -123,9 +124,18 @@ def every_sample_once(make: Make, samples: int, size: int, shuffle: bool) -> Non
     mine = batches(strategy, samples, size, shuffle=shuffle, drop_last=False)
     found = in_global_order(strategy, mine)
     assert sorted(found) == list(range(samples)), f"{found} are not the {samples} samples, each once"
+    assert shuffle or found == list(range(samples)), f"{found} were shuffled unasked"
     full = in_global_order(strategy, batches(strategy, samples, size, shuffle=shuffle))
     step = size * strategy.world_size
     assert full == found[: samples // step * step], "drop_last dropped more than the last"
+
+
+def another_order_each_epoch(make: Make) -> None:
+    strategy = make()
+    loader: Any = strategy.setup_dataloader(list(range(100)), 4, collate_fn=list, drop_last=False)
+    first, second = (in_global_order(strategy, [list(batch) for batch in loader]) for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second, "the second epoch has the order of the first"
 
 
 def resumes_in_mid_epoch(make: Make, consumed: int, shuffle: bool) -> None:
@@ -158,9 +168,10 @@ LAWS = (
     Law("W4: random numbers differ between ranks and repeat between runs", dropout_differs_and_repeats,
         {"seed": st.integers(0, 1000)}),
     Law("C5: batch sizes that do not fit are refused on every rank", batch_sizes_that_do_not_fit),
-    Law("every sample once per epoch", every_sample_once,
+    Law("W5: every sample once per epoch", every_sample_once,
         {"samples": st.integers(0, 40), "size": st.integers(1, 5), "shuffle": st.booleans()}),
-    Law("resumes in the middle of an epoch", resumes_in_mid_epoch,
+    Law("W5: another order in each epoch", another_order_each_epoch),
+    Law("W5: resumes in the middle of an epoch", resumes_in_mid_epoch,
         {"consumed": st.integers(0, 99), "shuffle": st.booleans()}),
-    Law("FC15: the order does not depend on the number of ranks", order_of_any_world_size),
+    Law("W5 FC15: the order does not depend on the number of ranks", order_of_any_world_size),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightrft.engines import sglang_process as host
+from lightrft.engines.buckets import buckets
 from lightrft.engines.checks import check_requests
 from lightrft.engines.expected_weights import (
     Model,
@@ -343,17 +344,3 @@ def completion(
     reason: FinishReason = "stop" if output.finish == "stop" else seen
     logprobs = None if output.logprobs is None else output.logprobs[:end]
     return Completion(prompt, output.token_ids[:end], logprobs, reason)
-
-
-def buckets(named_tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in their order, in lists of at most ``limit`` bytes; a larger tensor goes alone."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

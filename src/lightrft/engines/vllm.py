@@ -10,6 +10,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from lightrft.engines.buckets import buckets
 from lightrft.engines.checks import check_requests
 from lightrft.engines.expected_weights import Model, Shape, refuse_misfits
 from lightrft.engines.hf_sampling import Tokenizer, row_seeds
@@ -352,20 +353,3 @@ def prompt_of(request: Request) -> dict[str, object]:
 def reason_of(finish_reason: str | None) -> FinishReason:
     """vLLM has more words for what went wrong."""
     return "stop" if finish_reason == "stop" else "length" if finish_reason == "length" else "abort"
-
-
-def buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights in the engine's dtype, together at most ``bucket_bytes``; a larger one alone. The last may be part full."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named_tensors:
-        bytes_of_it = tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.element_size())
-        if bucket and size + bytes_of_it > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor.to(dtype) if tensor.is_floating_point() else tensor))
-        size += bytes_of_it
-    if bucket:
-        yield bucket

@@ -138,19 +138,23 @@ def optimizer_step(
     refuse_unknown("optimizer_step", kwargs)
     run = accumulating.run
     window = window_of(run, optimizer)
+    gradients = accumulating.gradients
+    if flush and (not window.micro_batches or gradients.were_dropped(run, model, optimizer)):
+        window.restart()  # nothing to end: the next window is a whole one
+        return StepOutcome(applied=False, micro_step=0, grad_norm=None, skipped_nonfinite=False)
     window.calls += 1
-    due = window.calls >= run.accumulated_gradient
-    if not due and not (flush and window.micro_batches):
+    if window.calls < run.accumulated_gradient and not flush:
         return StepOutcome(applied=False, micro_step=window.calls, grad_norm=None, skipped_nonfinite=False)
     # A window cut short was divided by A all the same; what it has is a mean over fewer.
     short = flush and 0 < window.micro_batches < run.accumulated_gradient
     rescale = run.accumulated_gradient / window.micro_batches if short else 1.0
     micro_step = window.calls
-    norm = accumulating.gradients.apply(run, model, optimizer, rescale)
+    norm = gradients.apply(run, model, optimizer, rescale)
     window.restart()
     finite = math.isfinite(norm)
     if finite:
         window.updates += 1
+        window.applied_here += 1
         if scheduler is not None:
             scheduler.step()
     else:

@@ -50,7 +50,7 @@ def moving_average(averaging: Averaging, model: Module, model_ema: Module, beta:
         raise ValueError(f"beta={beta} is no weight of an average. Pass a value from 0 to 1.")
     trained = trained_model(averaging.run, model)
     if trained.optimizer is not None:
-        updates = window_of(averaging.run, trained.optimizer).updates
+        updates = window_of(averaging.run, trained.optimizer).applied_here
         if trained.averaged_at.get(model_ema, 0) == updates:
             return
         trained.averaged_at[model_ema] = updates

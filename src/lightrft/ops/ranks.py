@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +28,8 @@ TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others where the caller does not say: torch's own default for gloo."""
 PARTING = timedelta(seconds=10)
 """How long a rank that leaves waits for the others to leave with it."""
+PAUSE_S = 0.1
+"""Between two looks for rank 0."""
 LATE = timedelta(seconds=2)
 """How much later than its timeout torch may give up by itself: its text says more than ours can."""
 
@@ -101,6 +104,12 @@ def device_of_rank(world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
+def set_up_ranks(state: RunState, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+    """Meets the other ranks, once; where they sit makes no difference."""
+    if not state.is_set_up:
+        join_ranks(state, timeout)
+
+
 def join_ranks(state: RunState, timeout: timedelta | None = None) -> None:
     """Makes the process group, unless somebody has made one already, and seeds this rank. Once.
 
@@ -141,6 +150,8 @@ def store_of_ranks(world: World, timeout: timedelta) -> Store:
     """
     if world.address is None:
         return dist.HashStore()  # type: ignore[attr-defined]  # public, and left out of torch's own list
+    if world.rank > 0:
+        wait_for_listener(world.address, timeout)
     found: list[Store] = []
     failed: list[Exception] = []
 
@@ -160,6 +171,23 @@ def store_of_ranks(world: World, timeout: timedelta) -> Store:
         raise RuntimeError("whoever has that port does not answer as rank 0 would, or rank 0 is not there")
     found[0].set_timeout(timeout)
     return found[0]
+
+
+def wait_for_listener(address: str, timeout: timedelta) -> None:
+    """Returns when somebody listens there.
+
+    torch would wait too, but with pauses that grow: it was seen to give up after three times its timeout.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout.total_seconds()):
+                return
+        except OSError as error:
+            if time.monotonic() + PAUSE_S > deadline:
+                raise RuntimeError(f"nobody listens there ({error.strerror or error})") from error
+        time.sleep(PAUSE_S)
 
 
 def _first_line(error: Exception) -> str:

@@ -115,12 +115,32 @@ def whole_weights(model: Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
 
 
+def has_master(tensor: Tensor) -> bool:
+    """Whether there is an fp32 parameter beside that of forward: there is of what an optimizer trains.
+
+    Stage 3 also cuts models that are only evaluated, which have none: DeepSpeed's own functions fail with those.
+    """
+    return tensor.requires_grad and hasattr(tensor, "_z3_optimizer" if is_partitioned(tensor) else "_hp_mapping")
+
+
+def whole_parameter(parameter: Tensor) -> Tensor:
+    """A parameter or buffer, whole: the fp32 one, where there is one beside that of forward."""
+    import deepspeed
+
+    master = deepspeed.utils.safe_get_full_fp32_param(parameter) if has_master(parameter) else None
+    if master is not None:
+        return master
+    if not is_partitioned(parameter):
+        return parameter
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
 def average_into(average: Tensor, parameter: Tensor, weight: float) -> None:
     """With the fp32 parameter, where there is one beside that of forward."""
     import deepspeed
 
-    master = deepspeed.utils.safe_get_full_fp32_param(parameter)
-    source = parameter if master is None else master
+    source = whole_parameter(parameter)
     if is_partitioned(average):
         with deepspeed.zero.GatheredParameters([average], modifier_rank=0):
             average_tensors(average, source, weight)
@@ -134,21 +154,7 @@ def average_into(average: Tensor, parameter: Tensor, weight: float) -> None:
 def form_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     """The shape of the whole, and the dtype of the parameter that is trained: fp32, beside that of forward."""
     shape = torch.Size(getattr(tensor, "ds_shape", tensor.shape))
-    has_master = is_partitioned(tensor) or hasattr(tensor, "_hp_mapping")
-    return shape, torch.float32 if has_master and tensor.requires_grad else tensor.dtype
-
-
-def gather(parameter: Tensor) -> Tensor:
-    """A parameter or buffer, whole: the fp32 one, where there is one beside that of forward."""
-    import deepspeed
-
-    master = deepspeed.utils.safe_get_full_fp32_param(parameter)
-    if master is not None:
-        return master
-    if not is_partitioned(parameter):
-        return parameter
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone()
+    return shape, torch.float32 if has_master(tensor) else tensor.dtype
 
 
 def engine_in(state: RunState, model: Module) -> deepspeed.DeepSpeedEngine | None:
@@ -170,7 +176,7 @@ def outline_state(state: RunState, model: Module, optimizer: Optimizer | None) -
     if zero is None and not any(map(is_partitioned, plain.parameters())):
         return outline_sharded(state, plain, optimizer)
     sources = Sources()
-    made = skeleton(plain, sources, form_of, gather)
+    made = skeleton(plain, sources, form_of, whole_parameter)
     parameters = dict(made.named_parameters())
     if optimizer is None or zero is None:
         return Outline(made, None, sources.read, parameters)

@@ -68,7 +68,9 @@ class Window:
     micro_batches: int = 0
     """Calls of ``backward``."""
     updates: int = 0
-    """Applied updates since the optimizer was made."""
+    """Applied updates since the optimizer was made; loading a checkpoint sets it to that one's."""
+    applied_here: int = 0
+    """Those of this process, whatever was loaded."""
 
     def restart(self) -> None:
         """Begins the next window."""
@@ -98,7 +100,7 @@ class TrainedModel:
     group_names: list[list[str]] = field(factory=list)
     """For each group of the optimizer the names of its parameters, where it no longer holds the parameters themselves."""
     averaged_at: WeakKeyDictionary[Module, int] = field(factory=WeakKeyDictionary)
-    """For each moving average, the number of updates that it has seen."""
+    """For each moving average, how many of this process's updates it has seen."""
 
 
 @frozen

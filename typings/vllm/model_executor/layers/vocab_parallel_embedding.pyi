@@ -1,6 +1,8 @@
+from abc import ABC
+
 from torch.nn import Module
 
-class QuantizeMethodBase:
+class QuantizeMethodBase(ABC):
     def process_weights_after_loading(self, layer: Module) -> None: ...
 
 class ParallelLMHead(Module):

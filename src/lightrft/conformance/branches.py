@@ -1,4 +1,4 @@
-"""Laws that need a module of their own: parts of a model that some micro-batches do not use."""
+"""Laws about parts of a model that some micro-batches do not use, or that are frozen."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.conformance.law import Law, Make
-from lightrft.conformance.probes import column, line, sgd, weights
+from lightrft.conformance.probes import column, line, same, sgd, weights
 
 
-class Branches(nn.Module):
+def branches() -> nn.Module:
     """Two lines, of which a forward uses those that it is told."""
+    a_line, b_line = line(1.0), line(1.0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = line(1.0), line(1.0)
+    def forward(x: Tensor, a: bool = True, b: bool = True) -> Tensor:
+        return (a_line(x) if a else x * 0.0) + (b_line(x) if b else x * 0.0)
 
-    def forward(self, x: Tensor, a: bool = True, b: bool = True) -> Tensor:
-        return (self.a(x) if a else x * 0.0) + (self.b(x) if b else x * 0.0)
+    made = nn.Identity()  # a module by composition: one that may have another forward and parts
+    made.a, made.b, made.forward = a_line, b_line, forward  # type: ignore[assignment]  # of an instance
+    return made
 
 
 def an_unused_part_stays(make: Make) -> None:
     strategy = make(train_batch_size=2 * make().world_size, max_norm=0.0)
-    model = Branches()
+    model = branches()
     model, optimizer = strategy.prepare((model, sgd(model)))
     seen = []
     for first, second in ((True, True), (True, False), (False, True)):
@@ -45,13 +46,16 @@ def an_unused_part_stays(make: Make) -> None:
 
 def frozen_parts_stay(make: Make) -> None:
     strategy = make(train_batch_size=make().world_size, max_norm=0.0)
-    model = Branches()
-    model.b.requires_grad_(False)
+    model = branches()
+    model.get_submodule("b").requires_grad_(False)
     model, optimizer = strategy.prepare((model, strategy.create_optimizer(model, lr=0.1, weight_decay=0.5)))
     for _ in range(3):
         strategy.backward(model(column(2.0)).mean(), model, optimizer)
         assert strategy.optimizer_step(optimizer, model).applied
+    average = strategy.prepare(branches().eval())
+    strategy.moving_average(model, average, beta=0.0)
     found = weights(strategy, model)
+    assert same(found, weights(strategy, average)), "an average of beta 0 is not the model"
     assert torch.equal(found["b.weight"], torch.ones(1, 1)), "a frozen parameter moved"
     assert float(found["a.weight"]) < 0.9
 
