@@ -23,7 +23,7 @@ from lightrft.conformance.pool import rank_pool
 from lightrft.engines.hf import hf_copy
 from lightrft.engines.protocol import Request, Sampling
 from lightrft.ops.models import named_weights
-from lightrft.ops.rollout import requests_of_group
+from lightrft.ops.rollout import packed_ids, requests_of_group
 
 PROMPTS, LENGTH = 4096, 512
 
@@ -106,7 +106,7 @@ def times_of_gathering(rounds: int) -> list[list[float]]:
 
         return run
 
-    packed = together(lambda: requests_of_group(requests, rank, range(2), strategy.all_gather))
+    packed = together(lambda: requests_of_group(requests, packed_ids(requests), rank, range(2), strategy.all_gather))
     times = alternate([packed, together(pickled)], rounds)
     strategy.close()
     return times

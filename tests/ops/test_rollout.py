@@ -25,8 +25,10 @@ from lightrft.ops.rollout import (
     as_requests,
     close_engine,
     generate_local,
+    packed_ids,
     sleep_engine,
     sync_weights,
+    unpacked_ids,
     wake_engine,
 )
 from lightrft.ops.sampling import SAMPLING_FIELDS, as_sampling
@@ -438,3 +440,16 @@ def test_R9_lengths_are_told_every_so_many_rollouts(tmp_path: Path, caplog: pyte
         "step000002.png",
         "step000004.png",
     ]
+
+
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 9), max_size=20), max_size=6))
+def test_R1_packed_token_ids_come_out_as_they_went_in(rows: list[list[int]]) -> None:
+    requests = as_requests(rows)
+    packed = packed_ids(requests)
+    assert packed["ids"].dtype == torch.int32
+    assert unpacked_ids(packed["lengths"], packed["ids"]) == requests
+
+
+def test_R1_an_id_that_no_tensor_holds_is_named() -> None:
+    with pytest.raises(EngineError, match="prompt 1 has a token id that is in no vocabulary"):
+        packed_ids(as_requests([[1], [2**31]]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from operator import index as whole
+from struct import error as PackingError
+from struct import pack
 from typing import Protocol, cast
 
 import numpy as np
@@ -42,7 +43,7 @@ def _request(index: int, row: object) -> Request:
     ids: object = row if tolist is None else tolist()
     if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)):
         with suppress(TypeError):
-            return Request(tuple(whole(token) for token in ids))
+            return Request(tuple(map(whole, ids)))
     raise EngineError(f"prompt {index} is no list of token ids: {_short(row)}. Encode it with the model's tokenizer.")
 
 
@@ -327,9 +328,10 @@ def gather_and_generate(
             the_engine(state.engine), all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
         )
         refuse_media_of_groups(state, requests)
+        group = group_of(state.world.rank, state.config.engine_tp_size)
+        packed = packed_ids(requests) if len(group) > 1 else None
     counts = gather(len(requests))
-    group = group_of(state.world.rank, state.config.engine_tp_size)
-    shared = requests_of_group(requests, state.world.rank, group, gather)
+    shared = requests if packed is None else requests_of_group(requests, packed, state.world.rank, group, gather)
     with on_all_ranks(state, gather, "gather_and_generate"):
         completed = complete(state.engine, shared, sampling, first_place=sum(counts[: group.start]))
     skipped = sum(counts[group.start : state.world.rank]) * sampling.n
@@ -359,25 +361,42 @@ def refuse_media_of_groups(state: RunState, requests: Sequence[Request]) -> None
         )
 
 
-def requests_of_group(requests: Sequence[Request], rank: int, group: range, gather: AllGather) -> list[Request]:
-    """Those of all ranks of the group, in rank order. Token ids travel in one flat tensor, with their lengths."""
-    if len(group) == 1:
-        return list(requests)
-    lengths = np.fromiter((len(request.prompt_token_ids) for request in requests), np.int64, len(requests))
-    ids = np.fromiter(
-        chain.from_iterable(request.prompt_token_ids for request in requests), np.int32, int(lengths.sum())
-    )
-    # int32 holds every vocabulary, and is half the bytes.
-    packed = gather({"lengths": torch.from_numpy(lengths), "ids": torch.from_numpy(ids)})
+def requests_of_group(
+    requests: Sequence[Request], packed: Mapping[str, Tensor], rank: int, group: range, gather: AllGather
+) -> list[Request]:
+    """Those of all ranks of the group, in rank order. ``packed``: this rank's own, by :func:`packed_ids`."""
+    parts = gather(dict(packed))
     gathered: list[Request] = []
     for each in group:
-        if each == rank:
-            gathered += requests
-        else:
-            ends = packed["lengths"][each].cumsum(0).tolist()
-            rows = np.split(packed["ids"][each].numpy(), ends)[:-1]  # what is left after the last end is empty
-            gathered += [Request(tuple(row.tolist())) for row in rows]
+        gathered += requests if each == rank else unpacked_ids(parts["lengths"][each], parts["ids"][each])
     return gathered
+
+
+def packed_ids(requests: Sequence[Request]) -> dict[str, Tensor]:
+    """All token ids one behind another, int32, which holds every vocabulary in half the bytes; int64 [requests] lengths."""
+    ids = bytearray()
+    for index, request in enumerate(requests):
+        try:
+            ids += pack(f"{len(request.prompt_token_ids)}i", *request.prompt_token_ids)
+        except PackingError as error:
+            raise EngineError(
+                f"prompt {index} has a token id that is in no vocabulary: {error}. Encode it with the model's tokenizer."
+            ) from error
+    return {
+        "lengths": torch.tensor([len(request.prompt_token_ids) for request in requests], dtype=torch.int64),
+        "ids": torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32),
+    }
+
+
+def unpacked_ids(lengths: Tensor, ids: Tensor) -> list[Request]:
+    """Undoes it. Where ids repeat, equal ones are one object: to make a million takes longer than all the rest."""
+    flat = ids.numpy()
+    ends = lengths.cumsum(0).tolist()
+    rows = np.split(flat, ends)[:-1]  # what is left after the last end is empty
+    if flat.min(initial=0) < 0 or flat.max(initial=0) >= flat.size:
+        return [Request(tuple(row.tolist())) for row in rows]
+    numbers = np.arange(flat.max(initial=0) + 1).astype(object)
+    return [Request(tuple(numbers.take(row).tolist())) for row in rows]
 
 
 @contextmanager
