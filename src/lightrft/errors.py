@@ -62,6 +62,16 @@ def missing(library: str, extra: str, needed_for: str) -> MissingDependency:
     )
 
 
+def not_known(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that is none of those there are, with the nearest of them."""
+    from difflib import get_close_matches  # for errors alone
+
+    names = sorted(known)
+    near = get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"{what}={name!r} is not known.{hint} Known are {', '.join(names)}.")
+
+
 def listed(problems: Iterable[str]) -> str:
     """Several problems as the indented lines of one message."""
     return "".join(f"\n  - {problem}" for problem in problems)

@@ -9,11 +9,12 @@ import pytest
 from attrs import evolve
 
 from lightrft.backends import deepspeed, fake, fsdp, local
-from lightrft.conformance.law import Capability, Law, Target, applies, check
+from lightrft.conformance.law import CAPABILITIES, Law, Target, applies, check
 from lightrft.conformance.laws import LAWS
 from lightrft.conformance.pool import RankPool, rank_pool
+from lightrft.conformance.run import LACKING
 
-OF_FAKE: frozenset[Capability] = frozenset({"checkpoints"})
+OF_FAKE = CAPABILITIES - LACKING["fake"]
 """F1: no engine unless it is given one; F2: it leaves the model's precision alone."""
 IN_PROCESS = (Target(name="fake", build=fake.build, capabilities=OF_FAKE), Target(name="local", build=local.build))
 ON_RANKS = (

@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.backends import fake, fsdp, local
 from lightrft.conformance import program as operations
-from lightrft.conformance.law import Target
+from lightrft.conformance.law import CAPABILITIES, Target
 from lightrft.conformance.pool import RankFailure, RankPool, rank_pool
 from lightrft.conformance.program import Program
+from lightrft.conformance.run import LACKING
 from lightrft.conformance.running import Differs, Serving
 from lightrft.conformance.stateful import check_program, check_stateful
 from lightrft.engines.protocol import Engine
@@ -25,7 +26,7 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.protocol import BuildStrategy, StepOutcome
 from lightrft.strategy.record import StrategyRecord
 
-FAKE = Target(name="fake", build=fake.build, capabilities=frozenset({"checkpoints"}))
+FAKE = Target(name="fake", build=fake.build, capabilities=CAPABILITIES - LACKING["fake"])
 LOCAL = Target(name="local", build=local.build)
 
 

@@ -12,10 +12,11 @@ from attrs import evolve
 from hypothesis import Phase, given, settings
 
 from lightrft.conformance.engines import ENGINE_LAWS, EngineLaw, applies, check_engine
-from lightrft.conformance.law import SLOW, Law, Target, run_example
+from lightrft.conformance.law import CAPABILITIES, SLOW, Law, Target, run_example
 from lightrft.conformance.law import applies as applies_to
 from lightrft.conformance.laws import LAWS
 from lightrft.conformance.pool import RankPool, rank_pool
+from lightrft.conformance.run import LACKING
 from lightrft.engines.protocol import Engine
 from mutants.engine_faults import ENGINE_MUTANTS
 from mutants.faults import MUTANTS
@@ -63,7 +64,7 @@ def target_of(mutant: Mutant) -> Target:
         name=mutant.name, build=mutant, world_size=mutant.world_size,
         examples=IN_PROCESS if mutant.world_size == 1 else ON_RANKS,
     )  # fmt: skip
-    return evolve(target, capabilities=frozenset({"checkpoints"})) if mutant.base == "fake" else target
+    return evolve(target, capabilities=CAPABILITIES - LACKING["fake"]) if mutant.base == "fake" else target
 
 
 def laws_of(mutant: Mutant) -> tuple[list[Law], list[Law]]:

@@ -22,6 +22,7 @@ import torch
 from attrs import frozen
 from typing_extensions import get_protocol_members
 
+from lightrft.conformance.probes import changed_environment
 from lightrft.errors import ConfigError
 from lightrft.strategy import protocol
 from lightrft.strategy.config import StrategyConfig
@@ -103,10 +104,8 @@ def examine_build(build: BuildStrategy, fields: Mapping[str, object]) -> Built:
         misconduct.append(f"it printed {text[:200]!r} to standard output: log it instead.")
     if left := processes() - children:
         misconduct.append(f"it left processes behind after close(): {', '.join(map(str, sorted(left)))}.")
-    changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
-    changed.discard("TORCHINDUCTOR_CACHE_DIR")  # torch's own
-    if changed:
-        misconduct.append(f"it changed environment variables: {', '.join(sorted(changed))}.")
+    if changed := changed_environment(environment):
+        misconduct.append(f"it changed environment variables: {', '.join(changed)}.")
     return Built((), misconduct)
 
 

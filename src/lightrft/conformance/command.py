@@ -129,14 +129,19 @@ def looked_at(
             any_order=any_order, against=reference, advance=lambda result: advance("", result),
         )  # fmt: skip
         opened: dict[tuple[str, int], RankPool] = {}
-        columns: list[BackendReport] = []
-        for target in targets:
-            advance(f"{target.name}, W = {target.world_size}", None)
+
+        def ranks_of(target: Target) -> RankPool:
             # Each library beneath has ranks of its own: it may leave something behind in a process.
             key = (target.name.partition("-")[0], target.world_size)
             if key not in opened:
                 opened[key] = pools.enter_context(pool_of(options, target))
-            columns.append(check_target(target, plan, opened[key]))
+            return opened[key]
+
+        columns: list[BackendReport] = []
+        for target in targets:
+            advance(f"{target.name}, W = {target.world_size}", None)
+            others = None if reference is None else ranks_of(reference)
+            columns.append(check_target(target, plan, ranks_of(target), others))
         for name in options.engines:
             advance(name, None)
             computes = name not in COMPUTES_NOTHING
@@ -186,7 +191,7 @@ def targets_of(name: str, options: ConformanceOptions) -> list[Target]:
             world_size=world_size,
             fields=fields,
             capabilities=CAPABILITIES - LACKING.get(base, frozenset()) - frozenset(options.without),
-            examples=profile.examples if world_size == 1 else profile.examples_on_ranks,
+            examples=profile.examples_of(world_size),
         )
         for kind, fields in kinds.items()
         for world_size in ((1,) if base in OF_ONE_PROCESS else options.world)

@@ -5,7 +5,6 @@ The engine runs in this process: some cannot live in the process of a rank. What
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +24,7 @@ from lightrft.conformance.source import name_of
 from lightrft.engines.hf import hf, hf_copy
 from lightrft.engines.protocol import Engine
 from lightrft.engines.scripted import scripted
-from lightrft.errors import ConfigError
+from lightrft.errors import ConfigError, not_known
 
 COMPUTES_NOTHING = frozenset({"scripted"})
 
@@ -100,13 +99,10 @@ def load_engine(name: str) -> MakeEngine:
     """The function that makes an engine."""
     if ":" in name:
         return cast("MakeEngine", load_attribute(name, "engine", "make(directory: Path, tokenizer) -> Engine"))
-    known = sorted({*MAKERS, *KEPT})
     if name not in MAKERS:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"engine={name!r} is not known.{hint} Known are {', '.join(known)}; name another as "
-            f"package.module:function, which gets a directory with a model and a tokenizer, and gives an engine."
+            f"{not_known('engine', name, [*MAKERS, *KEPT])} Name another as package.module:function, which gets a directory "
+            f"with a model and a tokenizer, and gives an engine."
         )
     return MAKERS[name]
 

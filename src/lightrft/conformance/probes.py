@@ -5,7 +5,8 @@ The oracle is plain torch in one process: it shares no code with the backends th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from attrs import define, field
@@ -29,6 +30,12 @@ def refused(kind: type[Exception], says: str, call: Callable[[], object]) -> Non
             raise AssertionError(f"the {type(error).__name__} says {error!s}, and not {says!r}") from error
     else:
         raise AssertionError(f"what had to be refused with {kind.__name__} ({says!r}) went through")
+
+
+def changed_environment(before: Mapping[str, str]) -> list[str]:
+    """The environment variables that are other ones than they were; torch's own, with the first optimizer, is not told."""
+    names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    return sorted(names - {"TORCHINDUCTOR_CACHE_DIR"})
 
 
 # --------------------------------------------------------------------------------------------------- models and batches

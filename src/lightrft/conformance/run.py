@@ -54,6 +54,10 @@ class Profile:
     timeout: float = 120.0
     """Seconds for an example, the first of which imports what it needs; then a rank counts as hung."""
 
+    def examples_of(self, world_size: int) -> int:
+        """How many."""
+        return self.examples if world_size == 1 else self.examples_on_ranks
+
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {"quick": Profile(10, 3), "ci": Profile(25, 10), "nightly": Profile(300, 60)}
@@ -178,7 +182,7 @@ def check_backend(
         world_size=world_size,
         fields=fields or {},
         capabilities=frozenset(capabilities),
-        examples=chosen.examples if world_size == 1 else chosen.examples_on_ranks,
+        examples=chosen.examples_of(world_size),
     )
     reference = None if against is None else reference_of(against)
     known = read_xfails(xfails) if isinstance(xfails, Path) else xfails or {}
@@ -195,17 +199,16 @@ def check_backend(
     return check_target(target, plan)
 
 
-def check_target(target: Target, plan: Plan, pool: RankPool | None = None) -> BackendReport:
-    """Every law of the plan on a target, in ``pool`` or in one of its own."""
+def check_target(
+    target: Target, plan: Plan, pool: RankPool | None = None, reference_pool: RankPool | None = None
+) -> BackendReport:
+    """Every law of the plan on a target, in ``pool`` or in one of its own; so the backend that it is compared with."""
     refuse_unknown_xfails(plan.xfails, [*BESIDE_THE_LAWS, *(law.name for law in plan.laws)])
-    opened: AbstractContextManager[RankPool] = (
-        rank_pool(target.world_size, timeout=plan.profile.timeout) if pool is None else nullcontext(pool)
-    )
-    with opened as ranks:
+    with opened(target, plan, pool) as ranks:
         results = examined(target, plan, ranks)
         is_strategy = results[0].outcome is Outcome.PASSED
         hung = 0
-        for name, look in looks(target, plan, ranks):
+        for name, look in looks(target, plan, ranks, reference_pool):
             if not is_strategy:
                 result = skipped(name, "not run: build gives no Strategy")
             elif hung >= MAX_HUNG:
@@ -216,6 +219,11 @@ def check_target(target: Target, plan: Plan, pool: RankPool | None = None) -> Ba
             results.append(result)
             plan.advance(result)
     return BackendReport(name=target.name, world_size=target.world_size, results=results)
+
+
+def opened(target: Target, plan: Plan, pool: RankPool | None) -> AbstractContextManager[RankPool]:
+    """The ranks of a target: those that are there already, or its own as long as they are needed."""
+    return rank_pool(target.world_size, timeout=plan.profile.timeout) if pool is None else nullcontext(pool)
 
 
 def read_xfails(file: Path) -> dict[str, str]:
@@ -293,7 +301,9 @@ def skipped(law: str, why: str) -> Result:
     return Result(law=law, outcome=Outcome.SKIPPED, why=why)
 
 
-def looks(target: Target, plan: Plan, pool: RankPool) -> list[tuple[str, Callable[[], Result]]]:
+def looks(
+    target: Target, plan: Plan, pool: RankPool, reference_pool: RankPool | None
+) -> list[tuple[str, Callable[[], Result]]]:
     """Everything to look at, by name, in order."""
 
     def of_law(law: Law) -> Callable[[], Result]:
@@ -304,7 +314,7 @@ def looks(target: Target, plan: Plan, pool: RankPool) -> list[tuple[str, Callabl
         found.append((ANY_ORDER, lambda: result_in_any_order(target, plan, pool)))
     if plan.against is not None:
         reference = plan.against
-        found.append((AGREES, lambda: result_against(target, reference, plan, pool)))
+        found.append((AGREES, lambda: result_against(target, reference, plan, pool, reference_pool)))
     return found
 
 
@@ -330,10 +340,12 @@ def result_in_any_order(target: Target, plan: Plan, pool: RankPool) -> Result:
     return judged(plan.xfails, ANY_ORDER, time.monotonic() - start, broken, test)
 
 
-def result_against(target: Target, reference: Target, plan: Plan, pool: RankPool) -> Result:
+def result_against(
+    target: Target, reference: Target, plan: Plan, pool: RankPool, reference_pool: RankPool | None
+) -> Result:
     """Programs against another backend."""
     start = time.monotonic()
-    with rank_pool(reference.world_size, timeout=plan.profile.timeout, output=pool.output) as other:
+    with opened(reference, plan, reference_pool) as other:
         failed = search_against(target, reference, pool, other, examples=target.examples, seed=plan.seed)
     broken = None if failed is None else Broken({}, failed.error)
     test = "" if failed is None else program_as_test(AGREES, target, failed.program, reference)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightrft.conformance.law import Law, Make
-from lightrft.conformance.probes import refused
+from lightrft.conformance.probes import changed_environment, refused
 from lightrft.errors import ConfigError
 
 
@@ -31,9 +31,8 @@ def environment_is_left_alone(make: Make) -> None:
     strategy = make(train_batch_size=make().world_size)
     model = nn.Linear(2, 2)
     strategy.prepare((model, strategy.create_optimizer(model)))
-    changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
-    changed.discard("TORCHINDUCTOR_CACHE_DIR")  # torch's own, with the first optimizer of a process
-    assert not changed, f"changed in the environment: {sorted(changed)}"
+    changed = changed_environment(before)
+    assert not changed, f"changed in the environment: {changed}"
 
 
 def set_up_and_closed_twice(make: Make) -> None:

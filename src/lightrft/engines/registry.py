@@ -73,17 +73,23 @@ def make_hf(state: RunState, args: object, model: Module) -> Engine:
     return engine
 
 
+def model_for(engine: str, actor: Module | None) -> Module:
+    """The plain model that an engine of a library of that name is set up from. Raises where one of the two is not there."""
+    if find_spec(engine) is None:
+        raise missing(engine, engine, f"engine {engine!r}")
+    if actor is None:
+        raise EngineError(f"engine {engine!r} is set up from the actor's config. Pass actor=model.")
+    return unwrap_model(actor)
+
+
 def make_vllm(state: RunState, args: object, actor: Module | None) -> Engine:
     """On the actor's config: its weights come with the first update."""
-    if find_spec("vllm") is None:
-        raise missing("vllm", "vllm", "engine 'vllm'")
-    if actor is None:
-        raise EngineError("engine 'vllm' is set up from the actor's config. Pass actor=model.")
+    model = model_for("vllm", actor)
     from lightrft.engines.vllm_setup import vllm
 
     config = state.config
     return vllm(
-        unwrap_model(actor),
+        model,
         getattr(args, "tokenizer", None),
         getattr(args, "max_model_len", None),
         dtype=torch.bfloat16 if config.bf16 else torch.float32,
@@ -101,10 +107,7 @@ def make_vllm(state: RunState, args: object, actor: Module | None) -> Engine:
 
 def make_sglang(state: RunState, args: object, actor: Module | None) -> Engine:
     """One for each rank, in a process of its own, on the actor's config: its weights come with the first update."""
-    if find_spec("sglang") is None:
-        raise missing("sglang", "sglang", "engine 'sglang'")
-    if actor is None:
-        raise EngineError("engine 'sglang' is set up from the actor's config. Pass actor=model.")
+    model = model_for("sglang", actor)
     config = state.config
     if config.engine_tp_size > 1:
         raise UnsupportedOperation(
@@ -114,7 +117,7 @@ def make_sglang(state: RunState, args: object, actor: Module | None) -> Engine:
     from lightrft.engines.sglang import sglang
 
     return sglang(
-        unwrap_model(actor),
+        model,
         getattr(args, "tokenizer", None),
         getattr(args, "max_model_len", None),
         device=state.device,

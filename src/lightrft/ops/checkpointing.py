@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Thread
 from typing import Protocol, TypeVar
@@ -25,13 +25,14 @@ from lightrft.checkpoints.deepspeed_native import find_native
 from lightrft.checkpoints.layout import checked_tag, find_checkpoint, keep_others_out, let_others_in, write_checkpoint
 from lightrft.checkpoints.reading import Read
 from lightrft.checkpoints.state import EncodedState, encoded_state, load_state, random_state, write_state
-from lightrft.errors import CheckpointError, RankError, listed
+from lightrft.errors import CheckpointError, RankError
 from lightrft.ops.accumulation import refuse_unknown, trained_model, window_of
 from lightrft.ops.data import restore_sampler_positions, sampler_positions
 from lightrft.ops.models import unwrap_model
+from lightrft.ops.peers import failing_together
 from lightrft.ops.whole_state import Outline, WholeState
 from lightrft.strategy.protocol import Close, PretrainedTokenizer
-from lightrft.strategy.record import PendingSave, RunState
+from lightrft.strategy.record import PendingSave, RunState, bind
 
 T = TypeVar("T")
 
@@ -297,20 +298,9 @@ def gathered(run: RunState, value: T) -> list[T]:
     return values
 
 
-@contextmanager
-def together(run: RunState, operation: str) -> Iterator[None]:
+def together(run: RunState, operation: str) -> AbstractContextManager[None]:
     """What fails on one rank inside is an error on all of them."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    told = gathered(run, None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-    if failed:
-        raise CheckpointError(f"{operation} failed elsewhere:{listed(failed)}")
+    return failing_together(bind(gathered, run), operation, CheckpointError)
 
 
 def save_model(

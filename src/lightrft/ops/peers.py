@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +14,32 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.nn import Module
 
-from lightrft.errors import RankError
+from lightrft.errors import RankError, listed
 from lightrft.strategy.record import Peer, RunState
 
 GRACE = 2.0
 """Seconds between a peer's broken connection and its process being seen as ended."""
+
+
+@contextmanager
+def failing_together(
+    tell: Callable[[str], Sequence[str]], operation: str, kind: Callable[[str], Exception]
+) -> Iterator[None]:
+    """What fails on one rank inside is an error on all of them, so that none waits for one that is gone.
+
+    ``tell`` gives every rank's text for this rank's own, empty where nothing failed; ``kind`` makes the error of the others.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    told = tell("" if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+    if failed:
+        raise kind(f"{operation} failed elsewhere:{listed(failed)}")
 
 
 def this_process() -> Peer:

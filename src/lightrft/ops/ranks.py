@@ -181,8 +181,9 @@ def wait_for_listener(address: str, timeout: timedelta) -> None:
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
+        left = max(deadline - time.monotonic(), PAUSE_S)
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout.total_seconds()):
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=left):
                 return
         except OSError as error:
             if time.monotonic() + PAUSE_S > deadline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from operator import index as whole
 from struct import error as PackingError
 from struct import pack
@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightrft.engines.protocol import Completion, Engine, Request, Sampling
-from lightrft.errors import EngineError, UnsupportedOperation, listed
+from lightrft.errors import EngineError, UnsupportedOperation
 from lightrft.ops.collectives import Collecting
 from lightrft.ops.lengths import gather_lengths, lengths_of, report_lengths, should_plot
 from lightrft.ops.models import WholeWeights, unwrap_model
 from lightrft.ops.multimodal import Media, media_by_prompt, placeholders_of, with_media
+from lightrft.ops.peers import failing_together
 from lightrft.ops.sampling import as_sampling
 from lightrft.ops.seeds import derived_seed
 from lightrft.ops.weight_sync import DRIFT, DRIFT_IN_BF16, plain_weights, verify
@@ -263,7 +264,7 @@ def update_engine_weights(sending: Sending, actor: Module) -> None:
         own = sending.whole_weights(actor)
         return own if engine.capabilities.shares_weights else plain_weights(plain, own)
 
-    with on_all_ranks(run, sending.collecting.all_gather, "update_engine_weights"):
+    with on_all_ranks(sending.collecting.all_gather, "update_engine_weights"):
         named_tensors = weights()
         try:
             sync_weights(run.engine, named_tensors)
@@ -272,7 +273,7 @@ def update_engine_weights(sending: Sending, actor: Module) -> None:
                 for _ in named_tensors:
                     pass
     if run.config.verify_weight_sync:
-        with on_all_ranks(run, sending.collecting.all_gather, "the verification of the engine's weights"):
+        with on_all_ranks(sending.collecting.all_gather, "the verification of the engine's weights"):
             verify(engine, plain, run.device, weights(), DRIFT_IN_BF16 if run.config.bf16 else DRIFT)
 
 
@@ -322,7 +323,7 @@ def gather_and_generate(
     rank is an error on all.
     """
     state, gather = generating.run, generating.collecting.all_gather
-    with on_all_ranks(state, gather, "gather_and_generate"):
+    with on_all_ranks(gather, "gather_and_generate"):
         sampling = as_sampling(sampling_params)
         requests = asked_for(
             the_engine(state.engine), all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
@@ -332,7 +333,7 @@ def gather_and_generate(
         packed = packed_ids(requests) if len(group) > 1 else None
     counts = gather(len(requests))
     shared = requests if packed is None else requests_of_group(requests, packed, state.world.rank, group, gather)
-    with on_all_ranks(state, gather, "gather_and_generate"):
+    with on_all_ranks(gather, "gather_and_generate"):
         completed = complete(state.engine, shared, sampling, first_place=sum(counts[: group.start]))
     skipped = sum(counts[group.start : state.world.rank]) * sampling.n
     completions = completed[skipped : skipped + len(requests) * sampling.n]
@@ -399,25 +400,13 @@ def unpacked_ids(lengths: Tensor, ids: Tensor) -> list[Request]:
     return [Request(tuple(numbers.take(row).tolist())) for row in rows]
 
 
-@contextmanager
-def on_all_ranks(run: RunState, gather: AllGather, operation: str) -> Iterator[None]:
-    """What fails on one rank inside is an error on all of them, so that none waits for one that is gone."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    if run.world.world_size == 1:
-        if failure is not None:
-            raise failure
-        return
-    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    failed = {rank: each for rank, each in enumerate(gather(as_bytes(text))) if len(each)}
-    if failure is not None:
-        raise failure
-    if failed:
-        told = [f"rank {rank}: {bytes(each.tolist()).decode()}" for rank, each in failed.items()]
-        raise EngineError(f"{operation} failed elsewhere:{listed(told)}")
+def on_all_ranks(gather: AllGather, operation: str) -> AbstractContextManager[None]:
+    """What fails on one rank inside is an error on all of them, on any backend that can gather tensors."""
+
+    def tell(text: str) -> list[str]:
+        return [bytes(each.tolist()).decode() for each in gather(as_bytes(text))]
+
+    return failing_together(tell, operation, EngineError)
 
 
 def as_bytes(text: str) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from attrs import fields
 
-from lightrft.errors import ConfigError
+from lightrft.errors import not_known
 from lightrft.ops.world import ranks_are_to_be_checked
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.protocol import BuildStrategy, Strategy
@@ -42,10 +41,7 @@ def backend_builder(name: str) -> BuildStrategy:
     registered = registered_backends()
     if name in registered:
         return cast(BuildStrategy, registered[name].load())
-    known = [*BUILT_IN, *registered]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"backend={name!r} is not known.{hint} Known are {', '.join(sorted(known))}.")
+    raise not_known("backend", name, [*BUILT_IN, *registered])
 
 
 def get_strategy(args: object = None) -> Strategy:
